@@ -1,0 +1,48 @@
+"""Settings of one engine. Read once by the service's ``engine_main``; values measured at start are in ``EngineReady``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Every field has its unit in its name. Errors in it are raised by ``__post_init__`` with the remedy."""
+
+    model: str
+    """Directory or hub name (org/name)."""
+    device: str = "cpu"
+    dtype: str = "auto"
+    """auto (of the checkpoint) | float32 | bfloat16: weights, activations and KV."""
+    block_size: int = 32
+    """Tokens a block; a multiple of ``hash_block_tokens``."""
+    hash_block_tokens: int = 16
+    """Tokens a prefix hash covers; must be the same in the whole fleet."""
+    num_blocks: int | None = None
+    """Size of the pool; None: from ``kv_cache_bytes``."""
+    kv_cache_bytes: int = 1 << 30
+    max_model_len: int | None = None
+    """None: what the model's config says."""
+    max_num_seqs: int = 64
+    """Most requests in one step."""
+    max_num_batched_tokens: int = 512
+    """Token budget of a step: what decode leaves of it goes to prefill chunks."""
+    max_waiting_requests: int = 1024
+    """More are refused as overloaded."""
+    enable_prefix_caching: bool = True
+    layer_group_size: int = 8
+    """Layers whose KV leaves as one segment while the next ones are computed."""
+    num_threads: int | None = None
+    """Compute threads; None: the host's cores divided by the engines on it."""
+
+    def __post_init__(self) -> None:
+        if self.block_size % self.hash_block_tokens:
+            raise ValueError(
+                f"block_size={self.block_size} is not a multiple of hash_block_tokens={self.hash_block_tokens}: "
+                f"use --block-size {self.hash_block_tokens * max(1, round(self.block_size / self.hash_block_tokens))}"
+            )
+        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise ValueError(f"dtype={self.dtype!r} is not supported: use auto, float32, bfloat16 or float16")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting_requests", "layer_group_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
