@@ -153,3 +153,59 @@ class SegmentHeader(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SegmentHeader: _TypeAlias = SegmentHeader  # noqa: Y015
+
+@_typing.final
+class DataHello(_message.Message):
+    """First message on a data connection, before any segment: who sends, and what its KV looks like."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENDER_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    RECEIVER_INCARNATION_FIELD_NUMBER: _builtins.int
+    receiver_incarnation: _builtins.int
+    """the one that gave the ticket"""
+    @_builtins.property
+    def sender(self) -> Global___WorkerIdentity: ...
+    @_builtins.property
+    def layout(self) -> Global___KVLayout: ...
+    def __init__(
+        self,
+        *,
+        sender: Global___WorkerIdentity | None = ...,
+        layout: Global___KVLayout | None = ...,
+        receiver_incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "sender", b"sender"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "receiver_incarnation", b"receiver_incarnation", "sender", b"sender"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DataHello: _TypeAlias = DataHello  # noqa: Y015
+
+@_typing.final
+class DataWelcome(_message.Message):
+    """The receiver's answer. With a refusal the connection ends."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECEIVER_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    refusal: _builtins.str
+    """empty: segments may come"""
+    @_builtins.property
+    def receiver(self) -> Global___WorkerIdentity: ...
+    def __init__(
+        self,
+        *,
+        receiver: Global___WorkerIdentity | None = ...,
+        refusal: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["receiver", b"receiver"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["receiver", b"receiver", "refusal", b"refusal"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DataWelcome: _TypeAlias = DataWelcome  # noqa: Y015

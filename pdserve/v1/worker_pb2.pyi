@@ -39,9 +39,12 @@ class Open(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     BACKENDS_FIELD_NUMBER: _builtins.int
+    NO_KV_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     timeout_s: _builtins.float
     """left until the request's deadline"""
+    no_kv: _builtins.bool
+    """the first token will end the request: nothing to reserve, nothing to send"""
     @_builtins.property
     def sender(self) -> _kv_pb2.WorkerIdentity: ...
     @_builtins.property
@@ -58,10 +61,11 @@ class Open(_message.Message):
         prompt_tokens: _builtins.int = ...,
         timeout_s: _builtins.float = ...,
         backends: _abc.Iterable[_builtins.str] | None = ...,
+        no_kv: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "layout", b"layout", "prompt_tokens", b"prompt_tokens", "sender", b"sender", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "layout", b"layout", "no_kv", b"no_kv", "prompt_tokens", b"prompt_tokens", "sender", b"sender", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -79,6 +83,7 @@ class Ticket(_message.Message):
     BACKEND_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
+    MAX_SEGMENT_BYTES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """unique for each reservation of this incarnation"""
     cached_tokens: _builtins.int
@@ -89,6 +94,8 @@ class Ticket(_message.Message):
     """backend's address of D's engine, e.g. host:port"""
     lease_s: _builtins.float
     """renewed by each heartbeat of the stream"""
+    max_segment_bytes: _builtins.int
+    """payload of one segment; larger ones are refused"""
     @_builtins.property
     def layout(self) -> _kv_pb2.KVLayout:
         """of D"""
@@ -102,10 +109,11 @@ class Ticket(_message.Message):
         backend: _builtins.str = ...,
         endpoint: _builtins.str = ...,
         lease_s: _builtins.float = ...,
+        max_segment_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "cached_tokens", b"cached_tokens", "endpoint", b"endpoint", "epoch", b"epoch", "layout", b"layout", "lease_s", b"lease_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "cached_tokens", b"cached_tokens", "endpoint", b"endpoint", "epoch", b"epoch", "layout", b"layout", "lease_s", b"lease_s", "max_segment_bytes", b"max_segment_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
