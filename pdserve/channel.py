@@ -1,0 +1,75 @@
+"""gRPC channels and servers with the one set of options that all processes share.
+
+Owns message limits, keepalive, health and reflection. Does not reconnect: sessions make a new channel for each try, so
+that backoff is theirs and a restarted peer is seen at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pdserve.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+MAX_CONCURRENT_STREAMS = 4096
+
+_LIMITS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Keeps middleboxes from dropping an idle connection. Liveness is the sessions' own heartbeat, not this.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+_CHANNEL: list[tuple[str, int]] = [
+    *_LIMITS,
+    # A subchannel shared between channels would share its reconnect backoff with them, too.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+]
+_SERVER: list[tuple[str, int]] = [
+    *_LIMITS,
+    ("grpc.so_reuseport", 0),  # a port in use is an error, not a silent second listener
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
+]
+
+Servicer = inference_pb2_grpc.GenerationServicer | worker_pb2_grpc.KVHandoffServicer
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel to ``host:port``. The caller closes it."""
+    return grpc.aio.insecure_channel(address, options=_CHANNEL)
+
+
+async def serve(servicers: Sequence[Servicer], host: str, port: int) -> tuple[grpc.aio.Server, int]:
+    """Start a server for ``servicers`` plus health and reflection; port 0 takes a free one.
+
+    Returns the server, which the caller stops, and the bound port. Raises OSError when the port cannot be had.
+    """
+    server = grpc.aio.server(options=_SERVER)
+    names = [_add(servicer, server) for servicer in servicers]
+    health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    for name in ["", *names]:
+        await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+    reflection.enable_server_reflection([*names, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)
+    try:
+        bound_port = server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {host}:{port}; free the port or choose another with --port") from error
+    await server.start()
+    return server, bound_port
+
+
+def _add(servicer: Servicer, server: grpc.aio.Server) -> str:
+    """Register one servicer; returns its service's full name."""
+    if isinstance(servicer, inference_pb2_grpc.GenerationServicer):
+        inference_pb2_grpc.add_GenerationServicer_to_server(servicer, server)
+        return str(inference_pb2.DESCRIPTOR.services_by_name["Generation"].full_name)
+    worker_pb2_grpc.add_KVHandoffServicer_to_server(servicer, server)
+    return str(worker_pb2.DESCRIPTOR.services_by_name["KVHandoff"].full_name)
