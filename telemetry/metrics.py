@@ -1,0 +1,233 @@
+"""The names of all metrics, in one place. ``vllm:`` names where the meaning is vLLM's, ``pdserve_`` for the rest.
+
+Each class takes the CollectorRegistry that it reports to: nothing registers itself globally. Counters that an engine
+owns are mirrored from its last statistics, so they cannot drift from what the engine counted; a restart of the engine
+sets them back to 0, as Prometheus expects of counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
+LATENCY_BUCKETS_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 600)
+PHASE_BUCKETS_S = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+LENGTH_BUCKETS_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+
+PHASES = (
+    "tokenize", "route", "prefill_queue", "prefill", "handoff_wait", "transfer", "relay", "rest"
+)  # fmt: skip
+"""The parts of the time to the first token; they add up to it."""
+
+
+class EngineStatsLike(Protocol):
+    """What an engine reports; engine.messages.EngineStats is one."""
+
+    running: int
+    waiting: int
+    waiting_for_kv: int
+    holding_kv: int
+    queued_tokens: int
+    total_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    steps_total: int
+    max_batch_requests: int
+    prompt_tokens_total: int
+    generation_tokens_total: int
+    prefill_chunks_total: int
+    preemptions_total: int
+    prefix_cache_queries_total: int
+    prefix_cache_hits_total: int
+    transfers_started_total: int
+    transfers_done_total: int
+    transfers_failed_total: dict[str, int]
+    transfer_segments_total: int
+    transfer_bytes_total: int
+    transfer_seconds_total: float
+    staging_bytes: int
+    staging_limit_bytes: int
+    leases: int
+    tombstones: int
+    parked_handoffs: int
+    segments_before_last_chunk_total: int
+
+
+# metric name, attribute, help. Counters get their ``_total`` from the client library.
+_ENGINE_GAUGES = (
+    ("vllm:num_requests_running", "running", "Requests in the batch"),
+    ("vllm:num_requests_waiting", "waiting", "Requests waiting to be scheduled"),
+    ("pdserve_requests_waiting_for_kv", "waiting_for_kv", "Decode: requests whose KV has not arrived"),
+    ("pdserve_requests_holding_kv", "holding_kv", "Prefill: computed requests whose hand-off has not ended"),
+    ("pdserve_queued_tokens", "queued_tokens", "Prompt tokens not yet computed"),
+    ("pdserve_max_batch_requests", "max_batch_requests", "Most requests that one step ever ran"),
+    ("pdserve_staging_bytes", "staging_bytes", "Staging in use"),
+    ("pdserve_staging_limit_bytes", "staging_limit_bytes", "Staging that may be used"),
+    ("pdserve_leases", "leases", "Open reservations (decode) or holds (prefill)"),
+    ("pdserve_tombstones", "tombstones", "Ended hand-offs whose late messages are refused"),
+    ("pdserve_parked_handoffs", "parked_handoffs", "Hand-offs that wait for their request to arrive"),
+)
+_ENGINE_COUNTERS = (
+    ("vllm:prompt_tokens", "prompt_tokens_total", "Prompt tokens of requests that were prefilled here"),
+    ("vllm:generation_tokens", "generation_tokens_total", "Tokens generated"),
+    ("vllm:num_preemptions", "preemptions_total", "Requests preempted"),
+    ("vllm:prefix_cache_queries", "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache"),
+    ("vllm:prefix_cache_hits", "prefix_cache_hits_total", "Prompt tokens found in the prefix cache"),
+    ("pdserve_steps", "steps_total", "Steps run"),
+    ("pdserve_prefill_chunks", "prefill_chunks_total", "Prompt chunks computed"),
+    ("pdserve_transfers_started", "transfers_started_total", "KV transfers started"),
+    ("pdserve_transfers_done", "transfers_done_total", "KV transfers verified and published"),
+    ("pdserve_transfer_segments", "transfer_segments_total", "KV segments moved"),
+    ("pdserve_transfer_bytes", "transfer_bytes_total", "KV bytes moved"),
+    ("pdserve_transfer_seconds", "transfer_seconds_total", "Time spent moving KV"),
+    (
+        "pdserve_transfers_streamed",
+        "segments_before_last_chunk_total",
+        "Decode: transfers whose first segment arrived before the prefill ended",
+    ),
+)
+
+
+class EngineMetrics(Collector):
+    """Mirrors the last statistics of a worker's engine. ``update`` is called with each message that has them."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self._model_name = model_name
+        self._stats: EngineStatsLike | None = None
+        registry.register(self)
+
+    def update(self, stats: EngineStatsLike) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats
+        if stats is None:
+            return
+        for name, attribute, text in _ENGINE_GAUGES:
+            yield self._gauge(name, text, getattr(stats, attribute))
+        for name, attribute, text in _ENGINE_COUNTERS:
+            counter = CounterMetricFamily(name, text, labels=["model_name"])
+            counter.add_metric([self._model_name], getattr(stats, attribute))
+            yield counter
+        unused = stats.free_blocks + stats.cached_blocks
+        usage = 1 - unused / stats.total_blocks if stats.total_blocks else 0.0
+        yield self._gauge("vllm:kv_cache_usage_perc", "Blocks in use; 1 is all of them", usage)
+        blocks = GaugeMetricFamily("pdserve_blocks", "KV blocks by state", labels=["model_name", "state"])
+        blocks.add_metric([self._model_name, "free"], stats.free_blocks)
+        blocks.add_metric([self._model_name, "cached"], stats.cached_blocks)
+        blocks.add_metric([self._model_name, "used"], stats.total_blocks - unused)
+        blocks.add_metric([self._model_name, "total"], stats.total_blocks)
+        yield blocks
+        failed = CounterMetricFamily(
+            "pdserve_transfers_failed", "KV transfers that failed", labels=["model_name", "reason"]
+        )
+        for reason, count in sorted(stats.transfers_failed_total.items()):
+            failed.add_metric([self._model_name, reason], count)
+        yield failed
+
+    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(name, text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+
+class WorkerMetrics:
+    """What a worker's service process counts itself."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests_finished = Counter(
+            "vllm:request_success", "Requests that ended, by reason", ["finished_reason"], registry=registry
+        )
+        self.failures = Counter("pdserve_failures", "Requests that ended with an error", ["code"], registry=registry)
+        self.open_requests = Gauge("pdserve_open_requests", "Requests that have not ended", registry=registry)
+        self.sessions = Gauge("pdserve_sessions", "Sessions of routers", registry=registry)
+        self.handoff_streams = Gauge("pdserve_handoff_streams", "Control streams to peers", registry=registry)
+        self.engine_restarts = Counter("pdserve_engine_restarts", "Engines started after the first", registry=registry)
+
+
+class RouterMetrics:
+    """What a router counts."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests_finished = Counter(
+            "pdserve_router_requests", "Requests that ended, by reason", ["finished_reason"], registry=registry
+        )
+        self.failures = Counter("pdserve_failures", "Requests that ended with an error", ["code"], registry=registry)
+        self.open_requests = Gauge("pdserve_open_requests", "Requests that have not ended", registry=registry)
+        self.dispatches = Counter(
+            "pdserve_dispatches", "Requests sent to a worker, attempts included", ["worker", "role"], registry=registry
+        )
+        self.local_prefills = Counter(
+            "pdserve_local_prefills", "Requests sent without a hand-off", ["cause"], registry=registry
+        )
+        self.retries = Counter(
+            "pdserve_retries", "Attempts after the first, by the failure before", ["code"], registry=registry
+        )
+        self.migrations = Counter(
+            "pdserve_migrations", "Retries of requests that had streamed tokens", registry=registry
+        )
+        self.tokens = Counter("pdserve_relayed_tokens", "Tokens relayed to gateways", registry=registry)
+        self.dropped_outputs = Counter(
+            "pdserve_dropped_outputs", "Outputs of attempts that had ended", registry=registry
+        )
+        self.workers = Gauge("pdserve_workers", "Known workers", ["role", "state"], registry=registry)
+        self.sessions = Gauge("pdserve_sessions", "Sessions of gateways", registry=registry)
+        self.registry_failures = Counter(
+            "pdserve_registry_failures", "Calls that Redis did not answer", registry=registry
+        )
+        self.route_seconds = Histogram(
+            "pdserve_route_seconds", "Received until handed to workers", buckets=PHASE_BUCKETS_S, registry=registry
+        )
+
+
+class GatewayMetrics:
+    """What a gateway measures: what the client sees."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        model = ["model_name"]
+        self.requests_finished = Counter(
+            "vllm:request_success", "Requests that ended, by reason", [*model, "finished_reason"], registry=registry
+        )
+        self.failures = Counter("pdserve_failures", "Requests that ended with an error", ["code"], registry=registry)
+        self.open_requests = Gauge("pdserve_open_requests", "Requests that have not ended", registry=registry)
+        self.prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens", model, registry=registry)
+        self.generation_tokens = Counter("vllm:generation_tokens", "Tokens generated", model, registry=registry)
+        self.cached_tokens = Counter(
+            "pdserve_cached_tokens", "Prompt tokens taken from prefix caches", model, registry=registry
+        )
+        self.time_to_first_token = Histogram(
+            "vllm:time_to_first_token_seconds", "TTFT", model, buckets=TTFT_BUCKETS_S, registry=registry
+        )
+        self.inter_token_latency = Histogram(
+            "vllm:inter_token_latency_seconds", "ITL", model, buckets=TOKEN_BUCKETS_S, registry=registry
+        )
+        self.time_per_output_token = Histogram(
+            "vllm:request_time_per_output_token_seconds", "TPOT", model, buckets=TOKEN_BUCKETS_S, registry=registry
+        )
+        self.e2e_latency = Histogram(
+            "vllm:e2e_request_latency_seconds", "Latency", model, buckets=LATENCY_BUCKETS_S, registry=registry
+        )
+        self.request_prompt_tokens = Histogram(
+            "vllm:request_prompt_tokens", "Prompt length", model, buckets=LENGTH_BUCKETS_TOKENS, registry=registry
+        )
+        self.request_generation_tokens = Histogram(
+            "vllm:request_generation_tokens", "Output length", model, buckets=LENGTH_BUCKETS_TOKENS, registry=registry
+        )
+        self.phase_seconds = Histogram(
+            "pdserve_ttft_phase_seconds",
+            "Parts of the time to the first token; they add up to it",
+            [*model, "phase"],
+            buckets=PHASE_BUCKETS_S,
+            registry=registry,
+        )
+
+    def observe_phases(self, model_name: str, phases: Mapping[str, float]) -> None:
+        """``phases``: seconds by the names in PHASES."""
+        for phase in PHASES:
+            self.phase_seconds.labels(model_name, phase).observe(max(0.0, phases.get(phase, 0.0)))
