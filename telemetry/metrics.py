@@ -87,7 +87,7 @@ _ENGINE_COUNTERS = (
     ("pdserve_transfer_bytes", "transfer_bytes_total", "KV bytes moved"),
     ("pdserve_transfer_seconds", "transfer_seconds_total", "Time spent moving KV"),
     (
-        "pdserve_transfers_streamed",
+        "pdserve_segments_before_last_chunk",
         "segments_before_last_chunk_total",
         "Decode: transfers whose first segment arrived before the prefill ended",
     ),
@@ -118,7 +118,7 @@ class EngineMetrics(Collector):
         unused = stats.free_blocks + stats.cached_blocks
         usage = 1 - unused / stats.total_blocks if stats.total_blocks else 0.0
         yield self._gauge("vllm:kv_cache_usage_perc", "Blocks in use; 1 is all of them", usage)
-        blocks = GaugeMetricFamily("pdserve_blocks", "KV blocks by state", labels=["model_name", "state"])
+        blocks = GaugeMetricFamily("pdserve_kv_blocks", "KV blocks by state", labels=["model_name", "state"])
         blocks.add_metric([self._model_name, "free"], stats.free_blocks)
         blocks.add_metric([self._model_name, "cached"], stats.cached_blocks)
         blocks.add_metric([self._model_name, "used"], stats.total_blocks - unused)
