@@ -1,0 +1,75 @@
+"""What a device must offer to the layers, and who offers it.
+
+A backend is an object with the four kernels of ``reference.py`` (same names, same arguments) and ``linear``, which
+takes over a weight in whatever form the device multiplies fastest. A new one is a module and a line in ``BACKENDS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Protocol
+
+import torch
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+"""``[T, in] -> [T, out]``."""
+
+
+class Kernels(Protocol):
+    """See ``reference.py`` for the meaning of each kernel and of its arguments."""
+
+    @property
+    def name(self) -> str:
+        """For the log and for ``doctor``."""
+        ...
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """Take over ``weight`` [out, in] (and ``bias`` [out]), repacked if that helps."""
+        ...
+
+    def fused_add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+
+    def rope_kv_write(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos_sin: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_layer: torch.Tensor,
+        q_norm_weight: torch.Tensor | None = None,
+        k_norm_weight: torch.Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> torch.Tensor: ...
+
+    def paged_attention(
+        self,
+        q: torch.Tensor,
+        kv_layer: torch.Tensor,
+        block_table: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        seq_lens: torch.Tensor,
+        scale: float,
+        max_q_len: int,
+        window: int | None = None,
+    ) -> torch.Tensor: ...
+
+
+BACKENDS = {
+    "torch": "engine.kernels.torch_cpu:TorchKernels",
+}
+
+
+def load_kernels(name: str) -> Kernels:
+    """The backend of that name."""
+    if name not in BACKENDS:
+        raise ValueError(f"kernel backend {name!r} is not known: use {', '.join(BACKENDS)}")
+    module, _, attribute = BACKENDS[name].partition(":")
+    kernels: Kernels = getattr(import_module(module), attribute)()
+    return kernels

@@ -1,0 +1,46 @@
+"""Which class serves which architecture of a ``config.json``. A new model is a file here and a line in ``MODELS``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Protocol
+
+import torch
+
+from engine.batch import ForwardBatch
+from engine.kernels import Kernels
+from engine.model_config import ModelConfig, UnsupportedModelError
+from engine.weights import WeightReader
+
+MODELS = {
+    "LlamaForCausalLM": "engine.models.llama:LlamaForCausalLM",
+    "MistralForCausalLM": "engine.models.llama:LlamaForCausalLM",
+    "Qwen2ForCausalLM": "engine.models.llama:LlamaForCausalLM",
+    "Qwen3ForCausalLM": "engine.models.llama:LlamaForCausalLM",
+}
+
+
+class CausalLM(Protocol):
+    """What the model runner asks of a model."""
+
+    def forward(
+        self, batch: ForwardBatch, kv_layers: list[torch.Tensor], after_layer: Callable[[int], None] | None = None
+    ) -> torch.Tensor:
+        """Write the step's KV; return the hidden states at ``batch.logits_index``."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> [rows, vocab_size]."""
+        ...
+
+
+def build_model(config: ModelConfig, weights: WeightReader, kernels: Kernels, max_model_len: int) -> CausalLM:
+    """The model of that architecture, its weights taken from ``weights``."""
+    if config.architecture not in MODELS:
+        raise UnsupportedModelError(
+            f"architecture {config.architecture} is not supported; supported: {', '.join(MODELS)}"
+        )
+    module, _, attribute = MODELS[config.architecture].partition(":")
+    model: CausalLM = getattr(import_module(module), attribute)(config, weights, kernels, max_model_len)
+    return model

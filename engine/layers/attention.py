@@ -1,0 +1,71 @@
+"""Self-attention over the paged KV cache: merged QKV projection, rope and KV write, attention, output projection."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.batch import ForwardBatch
+from engine.kernels import Kernels
+from engine.model_config import ModelConfig
+from engine.weights import WeightReader
+
+
+class Attention:
+    """One layer's attention. The three input projections are one matrix: fewer, larger products."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, weights: WeightReader, kernels: Kernels, cos_sin: torch.Tensor
+    ) -> None:
+        self._kernels = kernels
+        self._cos_sin = cos_sin
+        self._num_heads = config.num_heads
+        self._num_kv_heads = config.num_kv_heads
+        self._head_dim = config.head_dim
+        self._scale = config.head_dim**-0.5
+        self._window = config.windows[layer]
+        self._eps = config.rms_norm_eps
+
+        prefix = f"model.layers.{layer}.self_attn."
+        q_size = config.num_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self._qkv = kernels.linear(
+            torch.cat([weights.take(f"{prefix}{name}.weight", (n, config.hidden_size)) for name, n in sizes.items()]),
+            torch.cat([weights.take(f"{prefix}{name}.bias", (n,)) for name, n in sizes.items()])
+            if config.qkv_bias
+            else None,
+        )
+        self._o = kernels.linear(
+            weights.take(f"{prefix}o_proj.weight", (config.hidden_size, q_size)),
+            weights.take(f"{prefix}o_proj.bias", (config.hidden_size,)) if config.o_bias else None,
+        )
+        self._q_norm = weights.take(f"{prefix}q_norm.weight", (config.head_dim,)) if config.qk_norm else None
+        self._k_norm = weights.take(f"{prefix}k_norm.weight", (config.head_dim,)) if config.qk_norm else None
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch, kv_layer: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]; writes this step's keys and values into ``kv_layer``."""
+        heads = self._qkv(x).view(x.shape[0], -1, self._head_dim)
+        q, k, v = heads.tensor_split((self._num_heads, self._num_heads + self._num_kv_heads), dim=1)
+        q = self._kernels.rope_kv_write(
+            q,
+            k,
+            v,
+            self._cos_sin,
+            batch.positions,
+            batch.slot_mapping,
+            kv_layer,
+            self._q_norm,
+            self._k_norm,
+            self._eps,
+        )
+        mixed = self._kernels.paged_attention(
+            q,
+            kv_layer,
+            batch.block_table,
+            batch.cu_seqlens_q,
+            batch.seq_lens,
+            self._scale,
+            batch.max_q_len,
+            self._window,
+        )
+        return self._o(mixed.view(x.shape[0], -1))
