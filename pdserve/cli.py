@@ -1,0 +1,132 @@
+"""The command ``pdserve``. Every command imports what it needs when it runs, so that ``--help`` is quick.
+
+Owns flags and their texts, no behaviour. The services keep their own command lines: ``pdserve router ...`` is
+``python -m router ...``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+app = typer.Typer(
+    name="pdserve",
+    help="Serve language models with prefill and decode on separate workers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@app.command()
+def up(
+    context: typer.Context,
+    prefill: Annotated[int, typer.Option(help="Prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option(help="Decode workers.")] = 1,
+    aggregated: Annotated[bool, typer.Option("--aggregated", help="No prefill workers: decode ones do both.")] = False,
+    model: Annotated[str | None, typer.Option(help="Directory or hub name.  [default: smollm2-135m-instruct]")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="Name in the API.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
+    host: Annotated[str, typer.Option(help="Address of the HTTP API.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of the HTTP API.")] = 8000,
+    redis: Annotated[str | None, typer.Option(help="URL of a running Redis.  [default: start one]")] = None,
+    policy: Annotated[str | None, typer.Option(help="Routing policy: round_robin or least_loaded.")] = None,
+    local_prefill_tokens: Annotated[
+        int | None, typer.Option(help="Prompts with fewer uncached tokens are prefilled where they decode; 0 = none.")
+    ] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + output.  [default: the model's]")] = None,
+    kv_cache_bytes: Annotated[int, typer.Option(help="KV pool of each worker.")] = 1 << 30,
+    num_threads: Annotated[int | None, typer.Option(help="Threads of each engine.  [default: they share]")] = None,
+    start_timeout_s: Annotated[float, typer.Option(help="Give up a start that takes longer.")] = 300.0,
+    chat: Annotated[bool, typer.Option(help="One chat when everything is ready.")] = True,
+    prompt: Annotated[str, typer.Option(help="Of that chat.")] = "What is the capital of France?",
+    once: Annotated[bool, typer.Option("--once", help="Stop after that chat.")] = False,
+    config: Annotated[Path | None, typer.Option(help="YAML file with these settings; flags win.")] = None,
+) -> None:
+    """Start a whole cluster on this host, ask it something, and keep it running until Ctrl-C."""
+    from pdserve.up.errors import UpError
+    from pdserve.up.run import up as run_up
+    from pdserve.up.settings import load_settings
+
+    given = {
+        name: value
+        for name, value in context.params.items()
+        if name != "config" and (source := context.get_parameter_source(name)) and source.name != "DEFAULT"
+    }
+    try:
+        settings = load_settings(config, given)
+    except UpError as error:
+        _fail(str(error))
+    raise typer.Exit(run_up(settings))
+
+
+@app.command()
+def chat(
+    url: Annotated[str, typer.Option(help="Of the HTTP API.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Name in the API.  [default: the first one served]")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.  [default: the model's own]")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
+) -> None:
+    """Talk with a running cluster in the terminal."""
+    from pdserve.chat import chat as run_chat
+
+    raise typer.Exit(run_chat(url, model, system, max_tokens))
+
+
+@app.command()
+def doctor(
+    redis: Annotated[str | None, typer.Option(help="URL of a Redis to check.  [default: our own]")] = None,
+    port: Annotated[int, typer.Option(help="Port to check for the HTTP API.")] = 8000,
+) -> None:
+    """Say what this machine has and lacks; exit status 1 when something needed is missing."""
+    from pdserve.doctor import doctor as run_doctor
+
+    raise typer.Exit(run_doctor(redis, port))
+
+
+@app.command(context_settings=_PASS_ON)
+def gateway(context: typer.Context) -> None:
+    """Run a gateway (its own flags: pdserve gateway --help)."""
+    _exec("gateway", context.args)
+
+
+@app.command(context_settings=_PASS_ON)
+def router(context: typer.Context) -> None:
+    """Run a router (its own flags: pdserve router --help)."""
+    _exec("router", context.args)
+
+
+@app.command(context_settings=_PASS_ON)
+def prefill(context: typer.Context) -> None:
+    """Run a prefill worker (its own flags: pdserve prefill --help)."""
+    _exec("prefill_service", context.args)
+
+
+@app.command(context_settings=_PASS_ON)
+def decode(context: typer.Context) -> None:
+    """Run a decode worker (its own flags: pdserve decode --help)."""
+    _exec("decode_service", context.args)
+
+
+def _exec(module: str, args: list[str]) -> NoReturn:
+    os.execv(sys.executable, [sys.executable, "-m", module, *args])
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"pdserve: {message}", file=sys.stderr)
+    raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point of the ``pdserve`` script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

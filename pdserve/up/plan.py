@@ -1,0 +1,110 @@
+"""Which processes a cluster consists of, with which command lines and ports.
+
+Owns the layout: only the gateway's port is the user's; the others are free ones of 127.0.0.1. Ports are chosen here,
+not by the children, so that every child can start at once and knows where the others will be, and so that a restarted
+one comes back where it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from pdserve.redis_server import redis_argv
+from pdserve.up.child import ChildSpec, python_argv
+from pdserve.up.health import http_is_healthy, redis_is_healthy
+from pdserve.up.settings import UpSettings
+
+LOCALHOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Directories:
+    """Of one run: ``logs`` stay, ``runtime`` (private, holds the Redis socket) goes when the run ends."""
+
+    logs: Path
+    runtime: Path
+
+
+def plan_cluster(settings: UpSettings, model: Path, redis_binary: Path | None, dirs: Directories) -> list[ChildSpec]:
+    """Every child of the cluster; Redis, when it is ours (``redis_binary``), is the first."""
+    specs: list[ChildSpec] = []
+    redis_url = settings.redis
+    if redis_binary is not None:
+        redis_socket = dirs.runtime / "redis.sock"
+        redis_url = f"unix://{redis_socket}"
+        argv = redis_argv(redis_binary, redis_socket)
+        specs.append(ChildSpec("redis", argv, dirs.logs / "redis.log", partial(redis_is_healthy, redis_socket)))
+    assert redis_url is not None
+
+    num_prefill = 0 if settings.aggregated else settings.prefill
+    ports = iter(free_ports(2 * (1 + num_prefill + settings.decode)))
+
+    def service(name: str, module: str, *flags: str) -> int:
+        port, metrics_port = next(ports), next(ports)
+        argv = python_argv(module, "--host", LOCALHOST, "--port", str(port), "--metrics-port", str(metrics_port))
+        argv += ["--redis", redis_url, *flags]
+        specs.append(
+            ChildSpec(name, argv, dirs.logs / f"{name}.log", partial(http_is_healthy, LOCALHOST, metrics_port))
+        )
+        return port
+
+    def worker(name: str, module: str, *flags: str) -> None:
+        service(name, module, "--model", str(model), "--worker-id", name, *flags, *_worker_flags(settings))
+
+    # The workers first: they take longest, and every process costs the ones after it a little.
+    for i in range(num_prefill):
+        worker(f"prefill-{i}", "prefill_service")
+    role = "aggregated" if settings.aggregated else "decode"
+    for i in range(settings.decode):
+        worker(f"{role}-{i}", "decode_service", "--role", role)
+    router_port = service(
+        "router",
+        "router",
+        *_optional("--policy", settings.policy),
+        *_optional("--local-prefill-tokens", settings.local_prefill_tokens),
+    )
+    gateway = python_argv("gateway", "--model", str(model), "--served-model-name", served_model_name(settings, model))
+    gateway += ["--host", settings.host, "--port", str(settings.port), "--router", f"{LOCALHOST}:{router_port}"]
+    gateway += _optional("--max-model-len", settings.max_model_len)
+    is_healthy = partial(http_is_healthy, reachable_host(settings.host), settings.port)
+    specs.append(ChildSpec("gateway", gateway, dirs.logs / "gateway.log", is_healthy))
+    return specs
+
+
+def served_model_name(settings: UpSettings, model: Path) -> str:
+    """The name that clients use: the one asked for, the hub name, or the directory's."""
+    if settings.served_model_name:
+        return settings.served_model_name
+    if settings.model is None:
+        return "smollm2-135m-instruct"
+    return settings.model if not Path(settings.model).expanduser().is_dir() else model.name
+
+
+def reachable_host(host: str) -> str:
+    """An address to call a server at that listens on ``host``."""
+    return LOCALHOST if host in ("", "0.0.0.0", "::") else host
+
+
+def free_ports(count: int) -> list[int]:
+    """``count`` different ports of 127.0.0.1 that are free now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((LOCALHOST, 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+
+
+def _worker_flags(settings: UpSettings) -> list[str]:
+    return [
+        *("--dtype", settings.dtype, "--kv-cache-bytes", str(settings.kv_cache_bytes)),
+        *_optional("--max-model-len", settings.max_model_len),
+        *_optional("--num-threads", settings.num_threads),
+    ]
+
+
+def _optional(flag: str, value: object) -> list[str]:
+    return [] if value is None else [flag, str(value)]

@@ -1,0 +1,118 @@
+"""What must hold before anything starts; each failure is one line that names the remedy.
+
+Checks only; changes nothing but the directories that the run needs.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+
+from pdserve.model_store import cache_dir
+from pdserve.up.errors import UpError
+from pdserve.up.plan import Directories
+from pdserve.up.settings import UpSettings
+
+_KEPT_RUNS = 10
+# Measured on Linux x86_64, without model: resident size of an engine process (Python, torch), and of the others.
+_ENGINE_BYTES = 400 << 20
+_OTHERS_BYTES = 700 << 20
+_BYTES_OF_DTYPE = {"auto": 2, "bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def check_platform() -> None:
+    """Linux on x86_64 or aarch64, Python 3.11 to 3.13."""
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        raise UpError(
+            f"{platform.system()} {platform.machine()} is not supported: pdserve runs on Linux x86_64 and aarch64"
+        )
+    if not (3, 11) <= sys.version_info[:2] <= (3, 13):
+        raise UpError(f"Python {platform.python_version()} is not supported: use 3.11, 3.12 or 3.13")
+
+
+def check_port(host: str, port: int) -> None:
+    """The gateway's port can be listened on."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: TIME_WAIT is no obstacle
+        try:
+            sock.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise UpError(f"port {port} is in use: end what uses it, or choose another with --port") from error
+            reason = error.strerror or str(error)
+            raise UpError(f"cannot listen on {host}:{port} ({reason}): use other --host or --port") from error
+
+
+def check_memory(settings: UpSettings, model: Path) -> None:
+    """Every engine's weights and KV pool fit into what is free now."""
+    needed = needed_bytes(settings, model)
+    available = available_bytes()
+    if needed > available:
+        raise UpError(
+            f"too little memory: {settings.num_engines} engines need about {_gib(needed)} and {_gib(available)} are "
+            f"free: lower --kv-cache-bytes (now {settings.kv_cache_bytes}), use fewer workers, or --aggregated"
+        )
+
+
+def needed_bytes(settings: UpSettings, model: Path) -> int:
+    """Estimate for the whole cluster. Weights twice: as loaded, and packed for the CPU's matrix kernels."""
+    on_disk = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    weights = on_disk * _BYTES_OF_DTYPE.get(settings.dtype, 2) // 2
+    return settings.num_engines * (2 * weights + settings.kv_cache_bytes + _ENGINE_BYTES) + _OTHERS_BYTES
+
+
+def available_bytes() -> int:
+    """Free memory of the host or of our cgroup, whichever is less."""
+    available = int(psutil.virtual_memory().available)
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
+        available = min(available, int(text) - int(used.read_text()))
+    return available
+
+
+def check_redis(url: str) -> None:
+    """The user's Redis takes connections."""
+    parts = urlsplit(url)
+    try:
+        if parts.scheme == "unix":
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.settimeout(2.0)
+                sock.connect(parts.path)
+        else:
+            socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 6379), timeout=2.0).close()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UpError(f"no Redis at {url} ({reason}): start it, or leave out --redis to get one") from error
+
+
+def make_directories() -> Directories:
+    """The log directory of this run (the last few are kept) and a private runtime directory."""
+    runs = cache_dir() / "runs"
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    try:
+        (runs / name).mkdir(parents=True)
+        for old in sorted(runs.iterdir())[:-_KEPT_RUNS]:
+            for log in old.glob("*.log"):
+                log.unlink()
+            old.rmdir()
+    except OSError as error:
+        raise UpError(
+            f"the cache {cache_dir()} cannot be written ({error.strerror or error}): "
+            f"set PDSERVE_CACHE to a directory that can"
+        ) from error
+    # Not under the cache: the path of a unix socket may have 107 bytes at most.
+    return Directories(logs=runs / name, runtime=Path(tempfile.mkdtemp(prefix="pdserve-")))
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.1f} GiB"

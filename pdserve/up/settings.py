@@ -1,0 +1,95 @@
+"""What ``pdserve up`` can be asked for. From flags, or from a YAML file with the same names (flags win)."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from pdserve.up.errors import UpError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpSettings:
+    """Every field is a flag of the same name. None: the default of the process that it is passed to."""
+
+    prefill: int = 1
+    """Prefill workers."""
+    decode: int = 1
+    """Decode workers."""
+    aggregated: bool = False
+    """No prefill workers; the decode workers prefill by themselves."""
+    model: str | None = None
+    """Directory, hub name, or None for the default model."""
+    served_model_name: str | None = None
+    dtype: str = "auto"
+    host: str = "127.0.0.1"
+    """Of the gateway; everything else listens on 127.0.0.1 only."""
+    port: int = 8000
+    redis: str | None = None
+    """URL of a Redis that runs already; None: start our own."""
+    policy: str | None = None
+    local_prefill_tokens: int | None = None
+    max_model_len: int | None = None
+    kv_cache_bytes: int = 1 << 30
+    """Of each worker."""
+    num_threads: int | None = None
+    start_timeout_s: float = 300.0
+    chat: bool = True
+    """One chat when everything is ready."""
+    prompt: str = "What is the capital of France?"
+    once: bool = False
+    """Stop after the first chat."""
+
+    def __post_init__(self) -> None:
+        for name in ("prefill", "decode"):
+            if getattr(self, name) < 1:
+                raise UpError(f"{name}={getattr(self, name)}: at least 1 is needed (--aggregated runs without prefill)")
+        if not 1 <= self.port <= 65535:
+            raise UpError(f"port={self.port} is not a port: use 1 to 65535")
+        if self.once and not self.chat:
+            raise UpError("once and no-chat together do nothing: leave one of them out")
+        if self.redis is not None and not self.redis.startswith(("redis://", "rediss://", "unix://")):
+            raise UpError(f"redis={self.redis!r} is not a URL: use redis://host:port or unix:///path")
+
+    @property
+    def num_engines(self) -> int:
+        """Processes that hold the model."""
+        return self.decode + (0 if self.aggregated else self.prefill)
+
+
+def load_settings(path: Path | None, flags: dict[str, Any]) -> UpSettings:
+    """Settings from ``path`` (YAML, may be None) overridden by ``flags`` (those that the user gave).
+
+    Raises: UpError, naming the key that is unknown or of the wrong type.
+    """
+    values = {**(_read_yaml(path) if path else {}), **flags}
+    return UpSettings(**values)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except OSError as error:
+        raise UpError(f"{path} cannot be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise UpError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise UpError(f"{path} must hold `name: value` lines")
+    known = get_type_hints(UpSettings)
+    values = {str(key).replace("-", "_"): value for key, value in values.items()}
+    for key, value in values.items():
+        if key not in known:
+            names = ", ".join(field.name for field in dataclasses.fields(UpSettings))
+            raise UpError(f"{path}: unknown key {key!r}; known are {names}")
+        if isinstance(value, bool) is not (known[key] is bool) or not isinstance(value, _accepted(known[key])):
+            wanted = getattr(known[key], "__name__", str(known[key]))
+            raise UpError(f"{path}: {key} must be {wanted}, not {value!r}")
+    return values
+
+
+def _accepted(hint: Any) -> Any:
+    return (int, float) if hint is float else hint
