@@ -1,0 +1,94 @@
+"""The contract of a transfer backend: how sealed segments get from one worker's staging into another's.
+
+A backend moves bytes; it knows no transfer, lease or epoch. Rules, all tested by tests/conformance for every backend:
+
+- identity, wire version and layout of both sides are checked before any segment moves;
+- segments of one channel arrive whole and in order, or the channel is lost, and both sides hear of it;
+- ``on_done`` is called exactly once for each segment, when its payload may be written again;
+- no call blocks the engine's thread; every wait of a network thread ends by itself;
+- ``close`` returns within a second, whatever the peer does.
+
+Callbacks come on a network thread; the engine's thread picks arrivals up with ``poll``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kv_transfer.segment import SealedSegment
+from kv_transfer.staging import StagingArena, StagingSlot
+from pdserve.v1 import kv_pb2
+
+OnDone = Callable[[str | None], None]
+"""Called with None when sent, else with the reason why not."""
+OnLost = Callable[[str], None]
+Wakeup = Callable[[], None]
+
+
+class Channel(Protocol):
+    """From one sender to one receiver. ``send`` may be called before it is connected."""
+
+    def send(self, segment: SealedSegment, on_done: OnDone) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SegmentSender(Protocol):
+    """The sender's side of a backend."""
+
+    def connect(self, endpoint: str, hello: kv_pb2.DataHello, on_lost: OnLost) -> Channel:
+        """Returns at once. ``on_lost`` is called at most once, also when it never connects; not after ``close``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A whole segment in the receiver's staging. Whoever gets it gives the slot back."""
+
+    sender: kv_pb2.WorkerIdentity
+    header_bytes: bytes
+    header: kv_pb2.SegmentHeader
+    digest: bytes
+    slot: StagingSlot
+
+    @property
+    def payload(self) -> memoryview:
+        return self.slot.view[: self.header.payload_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelLost:
+    """Nothing more comes on one channel of this sender."""
+
+    sender: kv_pb2.WorkerIdentity
+    reason: str
+
+
+class SegmentReceiver(Protocol):
+    """The receiver's side of a backend."""
+
+    def listen(self, host: str) -> str:
+        """Start to take connections; returns the endpoint for tickets."""
+        ...
+
+    def poll(self) -> list[Arrived | ChannelLost]:
+        """What came since the last call, in order for each channel."""
+        ...
+
+    def drop_sender(self, worker_id: str, incarnation: int) -> None:
+        """Close this sender's channels: its control stream is gone."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Backend(Protocol):
+    """What a registered backend class offers."""
+
+    def sender(self) -> SegmentSender: ...
+
+    def receiver(
+        self, me: kv_pb2.WorkerIdentity, layout: kv_pb2.KVLayout, arena: StagingArena, wakeup: Wakeup
+    ) -> SegmentReceiver: ...

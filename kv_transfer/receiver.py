@@ -1,0 +1,403 @@
+"""The receiving side of KV transfers: one object for all transfers of a decode engine.
+
+Owns their states, leases, epochs, tombstones and parked questions. Knows no requests, sockets or tensors: it asks its
+port. Driven by the engine's thread only.
+
+    request_added ---.
+                      >-- both there: reserve --Ticket--> READY --segments--> TRANSFERRING --all verified--> DONE
+    Open (parked) ---'        '--Busy--> (asked again)       any state --Abort, lost peer, lease over--> FAILED
+
+A segment is dropped unless transfer, attempt, epoch and incarnation match an open reservation; it is written into the
+reservation's unpublished blocks only after its range and its digest were checked; and nothing is published before every
+layer of every token that was promised is there. Whatever ended leaves a tombstone, so that late news are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kv_transfer.backends.base import Arrived, ChannelLost, SegmentReceiver
+from kv_transfer.layout import KVRange, mismatch
+from kv_transfer.lease import Clock, Epochs, Lease, Parking, Tombstones
+from kv_transfer.protocol import Abort, Busy, Done, End, Frame, Open, Refused, Ticket
+from kv_transfer.receive_transfer import ReceiveTransfer
+from kv_transfer.segment import digest, key_of, range_of
+from kv_transfer.staging import StagingArena
+from kv_transfer.transfer import TransferCounters, TransferKey, TransferState
+from pdserve.v1 import kv_pb2
+
+
+class ReceiverPort(Protocol):
+    """What the receiver asks of the engine and of the control stream. Called on the engine's thread."""
+
+    def send(self, peer: str, frame: Frame) -> None: ...
+
+    def reserve(self, request_id: str) -> int | None:
+        """Take blocks for the whole prompt; returns the cached tokens, None when there is no room now."""
+        ...
+
+    def write_kv(self, request_id: str, part: KVRange, payload: memoryview, dtype: str) -> None:
+        """Copy a verified segment into the reservation."""
+        ...
+
+    def publish(self, request_id: str, first_output: bytes, transfer_s: float, sent_tokens: int) -> None:
+        """Everything is there: emit the first token and go on."""
+        ...
+
+    def finish(self, request_id: str, first_output: bytes) -> None:
+        """The first token ended the request: emit it, publish nothing."""
+        ...
+
+    def transfer_failed(self, request_id: str, reason: str) -> None:
+        """Free the reservation, end the request."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverSettings:
+    lease_s: float = 10.0
+    """Also how long a tombstone stays."""
+    park_s: float = 2.0
+    stall_timeout_s: float = 5.0
+    """After the end of prefill, no segment for so long: one is missing."""
+    busy_retry_s: float = 0.05
+
+
+class Receiver:
+    def __init__(
+        self,
+        me: kv_pb2.WorkerIdentity,
+        layout: kv_pb2.KVLayout,
+        port: ReceiverPort,
+        backends: dict[str, tuple[SegmentReceiver, str]],
+        arena: StagingArena,
+        clock: Clock,
+        settings: ReceiverSettings | None = None,
+    ) -> None:
+        """``backends``: name -> the listening receiver and its endpoint, best first."""
+        self._me = me
+        self._layout = layout
+        self._port = port
+        self._backends = backends
+        self._arena = arena
+        self._clock = clock
+        self._settings = settings or ReceiverSettings()
+        self._epochs = Epochs(me.incarnation)
+        self._tombstones = Tombstones(clock, self._settings.lease_s)
+        self._parked: Parking[tuple[str, Open]] = Parking(clock, self._settings.park_s)
+        self._by_request: dict[str, ReceiveTransfer] = {}
+        self._by_key: dict[TransferKey, ReceiveTransfer] = {}
+        self.counters = TransferCounters()
+
+    # ---- from the engine
+
+    def request_added(
+        self,
+        request_id: str,
+        key: TransferKey,
+        sender_id: str,
+        sender_incarnation: int,
+        prompt_tokens: int,
+        deadline_s: float,
+    ) -> None:
+        """A request waits for the KV of this transfer. Its Open may be parked here already, or the transfer over."""
+        over = self._tombstones.reason(key)
+        if over is None and key in self._by_key:
+            over = "this attempt has a request already"
+        if over is not None:
+            self.counters.count_failed("tombstone")
+            self._port.transfer_failed(request_id, f"transfer is over: {over}")
+            return
+        for older in [t for t in self._by_request.values() if t.key.transfer_id == key.transfer_id]:
+            self._fail(older, "superseded", f"attempt {key.attempt} replaces attempt {older.key.attempt}")
+        transfer = ReceiveTransfer(request_id, key, sender_id, sender_incarnation, prompt_tokens, deadline_s)
+        self._by_request[request_id] = self._by_key[key] = transfer
+        self.counters.started += 1
+        parked = self._parked.take(key)
+        if parked is not None:
+            self._on_open(transfer, *parked)
+
+    def request_ended(self, request_id: str, reason: str) -> None:
+        """The engine has ended the request by itself (abort, deadline): its blocks are not ours any more."""
+        transfer = self._by_request.get(request_id)
+        if transfer is not None:
+            self.counters.count_failed("request_ended")
+            self._bury(transfer, TransferState.FAILED, reason)
+            if transfer.peer is not None:
+                self._port.send(transfer.peer, Frame(transfer.key, Abort(reason)))
+
+    # ---- from the sender
+
+    def on_frame(self, peer: str, frame: Frame) -> None:
+        self._expire()
+        transfer = self._by_key.get(frame.key)
+        body = frame.body
+        if transfer is not None and transfer.lease is not None and transfer.peer == peer:
+            transfer.lease.renew()
+        match body:
+            case Open():
+                self._on_question(peer, frame.key, transfer, body)
+            case End() if transfer is not None and transfer.peer == peer:
+                self._on_end(transfer, body)
+            case Abort(reason):
+                self._on_abort(peer, frame.key, transfer, reason)
+            case End():
+                why = self._tombstones.reason(frame.key) or "no ticket was given"
+                self._port.send(peer, Frame(frame.key, Abort(f"the receiver has no such transfer: {why}")))
+            case _:
+                self._port.send(peer, Frame(frame.key, Abort(f"a {type(body).__name__} from a sender")))
+
+    def on_peer_alive(self, peer: str) -> None:
+        for transfer in self._by_request.values():
+            if transfer.peer == peer and transfer.lease is not None:
+                transfer.lease.renew()
+
+    def on_peer_lost(self, peer: str, reason: str) -> None:
+        self._parked.take_where(lambda parked: parked[0] == peer)
+        lost = [transfer for transfer in self._by_request.values() if transfer.peer == peer]
+        for transfer in lost:
+            self._fail(transfer, "peer_lost", f"prefill worker is lost: {reason}", tell=False)
+
+    def drop_sender(self, worker_id: str, incarnation: int) -> None:
+        """Close the data channels of a prefill worker whose control stream is gone."""
+        for receiver, _ in self._backends.values():
+            receiver.drop_sender(worker_id, incarnation)
+
+    # ---- time and data
+
+    def poll(self) -> None:
+        """Once an engine loop. What is over ends before what has come late is looked at."""
+        self._expire()
+        for receiver, _ in self._backends.values():
+            self._on_arrivals(receiver.poll())
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        """When ``poll`` has something to expire."""
+        deadlines = [self._deadline(transfer) for transfer in self._by_request.values()]
+        if self._parked.next_deadline_s is not None:
+            deadlines.append(self._parked.next_deadline_s)
+        return min(deadlines, default=None)
+
+    @property
+    def open_transfers(self) -> int:
+        return len(self._by_request)
+
+    @property
+    def leases(self) -> int:
+        return sum(transfer.is_open for transfer in self._by_request.values())
+
+    @property
+    def tombstones(self) -> int:
+        return len(self._tombstones)
+
+    @property
+    def parked(self) -> int:
+        return len(self._parked)
+
+    def close(self) -> None:
+        for transfer in list(self._by_request.values()):
+            self.request_ended(transfer.request_id, "the decode worker stops")
+        for receiver, _ in self._backends.values():
+            receiver.close()
+
+    # ---- tickets
+
+    def _on_question(self, peer: str, key: TransferKey, transfer: ReceiveTransfer | None, question: Open) -> None:
+        if transfer is not None:
+            self._on_open(transfer, peer, question)
+            return
+        over = self._tombstones.reason(key)
+        if over is None:
+            newest = max((k.attempt for k in self._by_key if k.transfer_id == key.transfer_id), default=0)
+            if key.attempt < newest:
+                over = f"stale attempt {key.attempt}: attempt {newest} is known"
+        if over is not None:
+            self._refuse(peer, key, over)
+        elif not self._parked.park(key, (peer, question)):
+            self._refuse(peer, key, "too many hand-offs wait for their request")
+
+    def _on_open(self, transfer: ReceiveTransfer, peer: str, question: Open) -> None:
+        problem = self._problem(transfer, question)
+        if problem is not None:
+            self._refuse(peer, transfer.key, problem)
+            if transfer.state is TransferState.HANDSHAKING:
+                self._fail(transfer, "refused", problem, tell=False)
+            return
+        if transfer.is_open:
+            if transfer.peer == peer and transfer.ticket is not None:
+                self._port.send(peer, Frame(transfer.key, transfer.ticket))
+            else:
+                self._refuse(peer, transfer.key, "the reservation belongs to another stream")
+            return
+        transfer.peer = peer
+        cached = transfer.prompt_tokens if question.no_kv else self._port.reserve(transfer.request_id)
+        if cached is None:
+            self._port.send(peer, Frame(transfer.key, Busy(self._settings.busy_retry_s)))
+            return
+        backend = next(name for name in self._backends if name in question.backends)
+        transfer.no_kv = question.no_kv
+        transfer.lease = Lease(self._clock, self._settings.lease_s, transfer.deadline_s)
+        transfer.ticket = Ticket(
+            epoch=self._epochs.next(),
+            cached_tokens=cached,
+            layout=self._layout,
+            backend=backend,
+            endpoint=self._backends[backend][1],
+            lease_s=self._settings.lease_s,
+            max_segment_bytes=self._arena.slot_bytes,
+        )
+        transfer.move(TransferState.READY)
+        self._port.send(peer, Frame(transfer.key, transfer.ticket))
+
+    def _problem(self, transfer: ReceiveTransfer, question: Open) -> str | None:
+        asked = (question.sender.worker_id, question.sender.incarnation)
+        expected = (transfer.sender_id, transfer.sender_incarnation)
+        if asked != expected:
+            return f"sender: expected {expected[0]}/{expected[1]}, asked by {asked[0]}/{asked[1]}"
+        if question.prompt_tokens != transfer.prompt_tokens:
+            return f"prompt: {transfer.prompt_tokens} tokens here, {question.prompt_tokens} at the sender"
+        if not any(name in question.backends for name in self._backends):
+            return f"transfer backends: ours {list(self._backends)}, theirs {list(question.backends)}"
+        return mismatch(self._layout, question.layout)
+
+    def _refuse(self, peer: str, key: TransferKey, reason: str) -> None:
+        if key not in self._by_key or self._by_key[key].state is TransferState.HANDSHAKING:
+            self._tombstones.add(key, reason)
+        self._port.send(peer, Frame(key, Refused(reason)))
+
+    # ---- segments
+
+    def _on_arrivals(self, arrivals: Iterable[Arrived | ChannelLost]) -> None:
+        for arrival in arrivals:
+            if isinstance(arrival, ChannelLost):
+                self._on_channel_lost(arrival)
+                continue
+            try:
+                self._on_segment(arrival)
+            finally:
+                self._arena.give_back(arrival.slot)
+
+    def _on_segment(self, arrived: Arrived) -> None:
+        header = arrived.header
+        transfer = self._by_key.get(key_of(header))
+        if transfer is None or not transfer.owns(header, arrived.sender):
+            self.counters.count_dropped("stale")
+            return
+        if digest(arrived.header_bytes, arrived.payload) != arrived.digest:
+            self.counters.count_dropped("corrupt")
+            self._fail(transfer, "corrupt", f"segment {header.index} does not match its digest")
+            return
+        part = range_of(header)
+        if header.index in transfer.parts:
+            self.counters.count_dropped("duplicate")
+            return
+        problem = transfer.range_problem(header, part, self._layout)
+        if problem is not None:
+            self.counters.count_dropped("range")
+            self._fail(transfer, "range", f"segment {header.index}: {problem}")
+            return
+        if transfer.state is TransferState.READY:
+            transfer.move(TransferState.TRANSFERRING)
+            transfer.first_segment_s = self._clock()
+            self.counters.streamed += transfer.end is None
+        self._port.write_kv(transfer.request_id, part, arrived.payload, header.dtype)
+        transfer.parts[header.index] = part
+        transfer.cells += part.cells
+        transfer.last_segment_s = self._clock()
+        self.counters.segments += 1
+        self.counters.bytes += header.payload_bytes
+        self._complete(transfer)
+
+    def _on_channel_lost(self, lost: ChannelLost) -> None:
+        """Transfers that still need something from this sender, and got a part of it, will not get the rest."""
+        sender = (lost.sender.worker_id, lost.sender.incarnation)
+        for transfer in list(self._by_request.values()):
+            if (transfer.sender_id, transfer.sender_incarnation) != sender:
+                continue
+            if transfer.state is TransferState.TRANSFERRING and transfer.cells < transfer.cells_needed(self._layout):
+                self._fail(transfer, "channel_lost", lost.reason)
+
+    # ---- the end
+
+    def _on_end(self, transfer: ReceiveTransfer, end: End) -> None:
+        if not transfer.is_open:
+            self._fail(transfer, "protocol", "the prefill ended without a ticket")
+            return
+        if transfer.end is not None:
+            return  # told twice
+        transfer.end = end
+        transfer.end_s = transfer.last_segment_s = self._clock()
+        if end.finished:
+            self._bury(transfer, TransferState.DONE, "done")
+            self._port.finish(transfer.request_id, end.first_output)
+            self._port.send(transfer.peer or "", Frame(transfer.key, Done()))
+            self.counters.done += 1
+        elif transfer.no_kv:
+            self._fail(transfer, "protocol", "no KV was asked for, but the first token did not end the request")
+        else:
+            self._complete(transfer)
+
+    def _complete(self, transfer: ReceiveTransfer) -> None:
+        """Publish when all is there; fail when all came and it is not."""
+        if transfer.end is None or len(transfer.parts) < transfer.end.num_segments:
+            return
+        needed = transfer.cells_needed(self._layout)
+        if len(transfer.parts) != transfer.end.num_segments or transfer.cells != needed:
+            self._fail(
+                transfer,
+                "incomplete",
+                f"{len(transfer.parts)} segments, {transfer.cells} cells; "
+                f"{transfer.end.num_segments} segments, {needed} cells are expected",
+            )
+            return
+        assert transfer.ticket is not None
+        now = self._clock()
+        if transfer.first_segment_s is not None:
+            self.counters.seconds += now - transfer.first_segment_s
+        self.counters.done += 1
+        self._bury(transfer, TransferState.DONE, "done")
+        sent_tokens = transfer.prompt_tokens - transfer.ticket.cached_tokens
+        self._port.publish(transfer.request_id, transfer.end.first_output, now - transfer.end_s, sent_tokens)
+        self._port.send(transfer.peer or "", Frame(transfer.key, Done()))
+
+    def _on_abort(self, peer: str, key: TransferKey, transfer: ReceiveTransfer | None, reason: str) -> None:
+        if transfer is None:  # its request may still be on the way
+            self._parked.take(key)
+            self._tombstones.add(key, f"the sender gave up: {reason}")
+        elif transfer.peer in (None, peer):
+            self._fail(transfer, "aborted_by_peer", f"prefill worker gave up: {reason}", tell=False)
+
+    def _expire(self) -> None:
+        now = self._clock()
+        self._tombstones.sweep()
+        for key, (peer, _) in self._parked.take_expired():
+            self._refuse(peer, key, f"unknown transfer: no request came within {self._settings.park_s} s")
+        for transfer in [t for t in self._by_request.values() if self._deadline(t) <= now]:
+            if transfer.lease is not None and transfer.lease.expired:
+                self._fail(transfer, "lease_expired", "the prefill worker was not heard in time")
+            else:
+                came = f"{len(transfer.parts)} of {transfer.end.num_segments if transfer.end else 0}"
+                self._fail(transfer, "stalled", f"segments are missing: {came} came")
+
+    def _deadline(self, transfer: ReceiveTransfer) -> float:
+        if transfer.lease is None:
+            return float("inf")  # the request's own deadline ends it
+        if transfer.end is None:
+            return transfer.lease.expires_s
+        return min(transfer.lease.expires_s, transfer.last_segment_s + self._settings.stall_timeout_s)
+
+    def _fail(self, transfer: ReceiveTransfer, kind: str, reason: str, tell: bool = True) -> None:
+        self.counters.count_failed(kind)
+        self._bury(transfer, TransferState.FAILED, reason)
+        if tell and transfer.peer is not None:
+            self._port.send(transfer.peer, Frame(transfer.key, Abort(reason)))
+        self._port.transfer_failed(transfer.request_id, reason)
+
+    def _bury(self, transfer: ReceiveTransfer, state: TransferState, reason: str) -> None:
+        transfer.move(state)
+        del self._by_request[transfer.request_id]
+        del self._by_key[transfer.key]
+        self._tombstones.add(transfer.key, reason)

@@ -1,0 +1,387 @@
+"""The sending side of KV transfers: one object for all transfers of a prefill engine.
+
+Owns their states, leases and what waits to be packed. Knows no requests, sockets or tensors: it asks its port. Driven
+by the engine's thread only (``on_*``, ``want_ticket``, ``kv_computed``, ``prefill_ended``, ...).
+
+    want_ticket --Open--> HANDSHAKING --Ticket--> READY --first segment--> TRANSFERRING --End ... Done--> DONE
+                             ^   | Busy (asked again when the engine wants it again)
+                             '---'           any state --Abort, lost peer or channel, lease over--> FAILED
+
+A computed range waits in its link's queue until a staging slot is free, is packed by the engine's thread, and belongs
+to the network thread until it is sent. So the KV blocks themselves are touched by the engine's thread only, and may be
+freed the moment a transfer ends; a late slot carries a copy that the receiver refuses.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kv_transfer.backends.base import Channel, SegmentSender
+from kv_transfer.layout import KVRange, cell_bytes, mismatch, split
+from kv_transfer.lease import Clock, Lease
+from kv_transfer.protocol import Abort, Busy, Done, End, Frame, Open, Refused, Ticket
+from kv_transfer.segment import seal
+from kv_transfer.staging import StagingArena, StagingSlot
+from kv_transfer.transfer import TransferCounters, TransferKey, TransferState, check_edge
+from pdserve.v1 import kv_pb2
+
+
+class SenderPort(Protocol):
+    """What the sender asks of the engine and of the control stream. Called on the engine's thread."""
+
+    def send(self, peer: str, frame: Frame) -> None: ...
+
+    def ticket_granted(self, request_id: str, cached_tokens: int) -> None: ...
+
+    def ticket_deferred(self, request_id: str, retry_after_s: float) -> None: ...
+
+    def pack(self, request_id: str, part: KVRange, out: memoryview) -> int:
+        """Copy this range of the request's KV into ``out``; returns the bytes written."""
+        ...
+
+    def transfer_done(self, request_id: str) -> None:
+        """The receiver has everything: free the KV."""
+        ...
+
+    def transfer_failed(self, request_id: str, reason: str) -> None:
+        """Free the KV, end the request."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """The data channel to one receiver, and what waits for it."""
+
+    name: str
+    peer: str
+    channel: Channel
+    pending: deque[tuple[SendTransfer, KVRange]] = field(default_factory=deque)
+    slots_in_use: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class SendTransfer:
+    request_id: str
+    key: TransferKey
+    peer: str
+    receiver_incarnation: int
+    prompt_tokens: int
+    lease: Lease
+    state: TransferState = TransferState.HANDSHAKING
+    asked_s: float | None = None
+    """When the open question went out; None: nothing is asked (deferred)."""
+    ticket: Ticket | None = None
+    link: Link | None = None
+    segments_planned: int = 0
+    segments_sent: int = 0
+    first_segment_s: float | None = None
+    ended: bool = False
+    """End of prefill was told."""
+
+    def move(self, state: TransferState) -> None:
+        check_edge(self.key, self.state, state)
+        self.state = state
+
+
+class Sender:
+    def __init__(
+        self,
+        me: kv_pb2.WorkerIdentity,
+        layout: kv_pb2.KVLayout,
+        port: SenderPort,
+        backends: dict[str, SegmentSender],
+        arena: StagingArena,
+        wakeup: Callable[[], None],
+        clock: Clock,
+        lease_s: float = 10.0,
+        answer_timeout_s: float = 10.0,
+    ) -> None:
+        self._me = me
+        self._layout = layout
+        self._port = port
+        self._backends = backends
+        self._arena = arena
+        self._wakeup = wakeup
+        self._clock = clock
+        self._lease_s = lease_s
+        self._answer_timeout_s = answer_timeout_s
+        self._cell_bytes = cell_bytes(layout, layout.dtype)
+        self._by_request: dict[str, SendTransfer] = {}
+        self._by_key: dict[TransferKey, SendTransfer] = {}
+        self._links: dict[str, Link] = {}
+        self._news: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        """From network threads; bounded by the slots and the links."""
+        self.counters = TransferCounters()
+
+    # ---- from the engine
+
+    def want_ticket(
+        self,
+        request_id: str,
+        key: TransferKey,
+        peer: str,
+        receiver_incarnation: int,
+        prompt_tokens: int,
+        deadline_s: float,
+        no_kv: bool = False,
+    ) -> None:
+        """The request could run now: ask the receiver. Asking twice is one question."""
+        transfer = self._by_request.get(request_id)
+        if transfer is None:
+            lease = Lease(self._clock, self._lease_s, deadline_s)
+            transfer = SendTransfer(request_id, key, peer, receiver_incarnation, prompt_tokens, lease)
+            self._by_request[request_id] = self._by_key[key] = transfer
+            self.counters.started += 1
+        if transfer.state is not TransferState.HANDSHAKING or transfer.asked_s is not None:
+            return
+        transfer.asked_s = self._clock()
+        left_s = max(0.0, deadline_s - self._clock())
+        question = Open(self._me, self._layout, prompt_tokens, left_s, tuple(self._backends), no_kv)
+        self._port.send(peer, Frame(key, question))
+
+    def kv_computed(self, request_id: str, part: KVRange) -> None:
+        """This range is in the engine's blocks: it leaves as soon as staging has room."""
+        transfer = self._by_request.get(request_id)
+        if transfer is None or transfer.ticket is None or transfer.link is None:
+            return
+        part = part._replace(
+            token_start=max(part.token_start, transfer.ticket.cached_tokens),
+            token_end=min(part.token_end, transfer.prompt_tokens),
+        )
+        if part.cells == 0:
+            return
+        limit = min(self._arena.slot_bytes, transfer.ticket.max_segment_bytes)
+        for piece in split(part, self._cell_bytes, limit):
+            transfer.link.pending.append((transfer, piece))
+            transfer.segments_planned += 1
+        self._pump()
+
+    def prefill_ended(self, request_id: str, first_output: bytes, finished: bool) -> None:
+        """Token 0 is drawn. What is packed later is counted already."""
+        transfer = self._by_request.get(request_id)
+        if transfer is None:
+            return
+        transfer.ended = True
+        if finished:
+            self._drop_pending(transfer)
+        self._port.send(transfer.peer, Frame(transfer.key, End(transfer.segments_planned, first_output, finished)))
+
+    def request_ended(self, request_id: str, reason: str) -> None:
+        """The engine has ended the request by itself (abort, deadline): its blocks are not ours any more."""
+        transfer = self._by_request.get(request_id)
+        if transfer is not None:
+            self.counters.count_failed("request_ended")
+            self._close(transfer, TransferState.FAILED)
+            self._port.send(transfer.peer, Frame(transfer.key, Abort(reason)))
+
+    # ---- from the receiver
+
+    def on_frame(self, peer: str, frame: Frame) -> None:
+        self._expire()
+        transfer = self._by_key.get(frame.key)
+        body = frame.body
+        if transfer is None or transfer.peer != peer:
+            if isinstance(body, Ticket):  # for a transfer that is over here: let the receiver free its reservation
+                self._port.send(peer, Frame(frame.key, Abort("the sender knows no such transfer (any more)")))
+            return
+        transfer.lease.renew()
+        match body:
+            case Ticket():
+                self._on_ticket(transfer, body)
+            case Busy(retry_after_s):
+                if transfer.state is TransferState.HANDSHAKING:
+                    transfer.asked_s = None
+                    self._port.ticket_deferred(transfer.request_id, retry_after_s)
+            case Refused(reason):
+                self._fail(transfer, "refused", f"decode worker refused: {reason}", tell=False)
+            case Abort(reason):
+                self._fail(transfer, "aborted_by_peer", f"decode worker gave up: {reason}", tell=False)
+            case Done():
+                self._on_done(transfer)
+            case _:
+                self._fail(transfer, "protocol", f"a {type(body).__name__} from a receiver", tell=True)
+
+    def on_peer_alive(self, peer: str) -> None:
+        for transfer in self._by_request.values():
+            if transfer.peer == peer:
+                transfer.lease.renew()
+
+    def on_peer_lost(self, peer: str, reason: str) -> None:
+        lost = [transfer for transfer in self._by_request.values() if transfer.peer == peer]
+        for transfer in lost:
+            self._fail(transfer, "peer_lost", f"decode worker is lost: {reason}", tell=False)
+        for link in [link for link in self._links.values() if link.peer == peer]:
+            self._drop_link(link)
+
+    # ---- time
+
+    def poll(self) -> None:
+        """Once an engine loop: what network threads report, what has expired, what can be packed now."""
+        while not self._news.empty():
+            self._news.get_nowait()()
+        self._expire()
+        self._pump()
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        """When ``poll`` has something to expire."""
+        return min((self._deadline(transfer) for transfer in self._by_request.values()), default=None)
+
+    @property
+    def open_transfers(self) -> int:
+        return len(self._by_request)
+
+    @property
+    def leases(self) -> int:
+        """Holds: transfers with a ticket."""
+        return sum(transfer.ticket is not None for transfer in self._by_request.values())
+
+    def close(self) -> None:
+        for transfer in list(self._by_request.values()):
+            self.request_ended(transfer.request_id, "the prefill worker stops")
+        for link in list(self._links.values()):
+            self._drop_link(link)
+
+    # ---- inside
+
+    def _on_ticket(self, transfer: SendTransfer, ticket: Ticket) -> None:
+        if transfer.state is not TransferState.HANDSHAKING:
+            return  # the same ticket again
+        problem = mismatch(self._layout, ticket.layout)
+        if problem is None and ticket.backend not in self._backends:
+            problem = f"transfer backend {ticket.backend!r} is not one of {', '.join(self._backends)}"
+        if problem is not None:
+            self._fail(transfer, "layout", problem, tell=True)
+            return
+        transfer.move(TransferState.READY)
+        transfer.ticket = ticket
+        transfer.asked_s = None
+        transfer.link = self._link(ticket, transfer)
+        self._port.ticket_granted(transfer.request_id, ticket.cached_tokens)
+
+    def _on_done(self, transfer: SendTransfer) -> None:
+        if not transfer.ended or transfer.state not in (TransferState.READY, TransferState.TRANSFERRING):
+            self._fail(transfer, "protocol", "the receiver says done before the prefill ended", tell=True)
+            return
+        self.counters.done += 1
+        if transfer.first_segment_s is not None:
+            self.counters.seconds += self._clock() - transfer.first_segment_s
+        self._close(transfer, TransferState.DONE)
+        self._port.transfer_done(transfer.request_id)
+
+    def _link(self, ticket: Ticket, transfer: SendTransfer) -> Link:
+        name = f"{ticket.backend} {ticket.endpoint} {transfer.peer}"
+        link = self._links.get(name)
+        if link is None:
+            backend = self._backends[ticket.backend]
+            hello = kv_pb2.DataHello(
+                sender=self._me, layout=self._layout, receiver_incarnation=transfer.receiver_incarnation
+            )
+            channel = backend.connect(ticket.endpoint, hello, lambda reason: self._tell_lost(name, reason))
+            link = self._links[name] = Link(name, transfer.peer, channel)
+        return link
+
+    def _tell_lost(self, name: str, reason: str) -> None:
+        """On a network thread."""
+        self._news.put(lambda: self._on_link_lost(name, reason))
+        self._wakeup()
+
+    def _on_link_lost(self, name: str, reason: str) -> None:
+        link = self._links.get(name)
+        if link is None:
+            return
+        for transfer in [t for t in self._by_request.values() if t.link is link]:
+            self._fail(transfer, "channel_lost", reason, tell=True)
+        self._drop_link(link)
+
+    def _drop_link(self, link: Link) -> None:
+        link.pending.clear()
+        if self._links.get(link.name) is link:
+            del self._links[link.name]
+        link.channel.close()
+
+    def _pump(self) -> None:
+        """Pack what waits, link by link in turn, as far as staging has room. One slow receiver may hold half of it."""
+        limit = max(1, self._arena.num_slots // 2) if len(self._links) > 1 else self._arena.num_slots
+        waiting = [link for link in self._links.values() if link.pending and link.slots_in_use < limit]
+        while waiting:
+            for link in list(waiting):
+                slot = self._arena.try_take()
+                if slot is None:
+                    return
+                transfer, piece = link.pending.popleft()
+                self._pack_and_send(link, transfer, piece, slot)
+                if not link.pending or link.slots_in_use >= limit:
+                    waiting.remove(link)
+
+    def _pack_and_send(self, link: Link, transfer: SendTransfer, piece: KVRange, slot: StagingSlot) -> None:
+        assert transfer.ticket is not None
+        if transfer.state is TransferState.READY:
+            transfer.move(TransferState.TRANSFERRING)
+            transfer.first_segment_s = self._clock()
+        size = self._port.pack(transfer.request_id, piece, slot.view)
+        header = kv_pb2.SegmentHeader(
+            transfer_id=transfer.key.transfer_id,
+            attempt=transfer.key.attempt,
+            epoch=transfer.ticket.epoch,
+            sender_incarnation=self._me.incarnation,
+            index=transfer.segments_sent,
+            token_start=piece.token_start,
+            token_end=piece.token_end,
+            layer_start=piece.layer_start,
+            layer_end=piece.layer_end,
+            dtype=self._layout.dtype,
+            payload_bytes=size,
+        )
+        transfer.segments_sent += 1
+        link.slots_in_use += 1
+        self.counters.segments += 1
+        self.counters.bytes += size
+
+        def on_done(error: str | None) -> None:  # on a network thread, or here when the channel is lost
+            self._arena.give_back(slot)
+            self._news.put(lambda: self._slot_is_back(link))
+            self._wakeup()
+
+        link.channel.send(seal(header, slot.view[:size]), on_done)
+
+    @staticmethod
+    def _slot_is_back(link: Link) -> None:
+        link.slots_in_use -= 1
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for transfer in [t for t in self._by_request.values() if self._deadline(t) <= now]:
+            what = "lease" if transfer.ticket is not None else "ticket"
+            self._fail(transfer, f"{what}_expired", f"the decode worker was not heard in time ({what})", tell=True)
+
+    def _deadline(self, transfer: SendTransfer) -> float:
+        if transfer.ticket is not None:
+            return transfer.lease.expires_s
+        if transfer.asked_s is not None:
+            return transfer.asked_s + self._answer_timeout_s
+        return float("inf")  # deferred: the engine asks again, or ends the request at its deadline
+
+    def _fail(self, transfer: SendTransfer, kind: str, reason: str, tell: bool) -> None:
+        if self._by_key.get(transfer.key) is not transfer:
+            return
+        self.counters.count_failed(kind)
+        self._close(transfer, TransferState.FAILED)
+        if tell:
+            self._port.send(transfer.peer, Frame(transfer.key, Abort(reason)))
+        self._port.transfer_failed(transfer.request_id, reason)
+
+    def _close(self, transfer: SendTransfer, state: TransferState) -> None:
+        transfer.move(state)
+        self._drop_pending(transfer)
+        del self._by_request[transfer.request_id]
+        del self._by_key[transfer.key]
+
+    @staticmethod
+    def _drop_pending(transfer: SendTransfer) -> None:
+        if transfer.link is not None:
+            transfer.link.pending = deque(item for item in transfer.link.pending if item[0] is not transfer)
