@@ -13,7 +13,7 @@ import torch
 
 from engine.batch import SampledBatch, ScheduledBatch, build_forward_batch
 from engine.config import EngineConfig
-from engine.kernels import load_kernels
+from engine.kernels import Kernels, load_kernels
 from engine.kv_cache import KVCache
 from engine.messages import TokenLogprobs
 from engine.model_config import ModelConfig, load_model_config
@@ -30,7 +30,8 @@ OnLayers = Callable[[int, int], None]
 class ModelRunner:
     """One model on one device."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, kernels: Kernels | None = None) -> None:
+        """Load the model. ``kernels``: None takes the fastest that the device and the dtype allow."""
         self.config = config
         self.device = torch.device(config.device)
         directory = resolve_model(config.model)
@@ -41,7 +42,7 @@ class ModelRunner:
         self.eos_token_ids = list(self.model_config.eos_token_ids)
         self.vocab_size = self.model_config.vocab_size
 
-        kernels = load_kernels("torch")
+        kernels = kernels or load_kernels("torch")
         with WeightReader(directory, self.dtype, self.device) as weights, torch.inference_mode():
             self._model = build_model(self.model_config, weights, kernels, self.max_model_len)
         self.num_blocks = _num_blocks(config, self.model_config, self.dtype, self.max_model_len)
