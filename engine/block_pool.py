@@ -116,7 +116,7 @@ class BlockPool:
         free, cached = set(self._free), set(self._cached)
         used = {block_id for block_id in range(self.num_blocks) if self._ref_counts[block_id] > 0}
         assert len(free) == len(self._free), "a block is twice in the free list"
-        assert not free & cached and not free & used and not cached & used, "a block is in two states"
+        assert not (free & cached | free & used | cached & used), "a block is in two states"
         assert len(free) + len(cached) + len(used) == self.num_blocks, "a block is lost"
         assert all(count >= 0 for count in self._ref_counts)
         assert all(self._hashes[block_id] is None for block_id in free), "an empty block is published"

@@ -1,4 +1,4 @@
-"""Settings of one engine. Read once by the service's ``engine_main``; values measured at start are in ``EngineReady``."""
+"""Settings of one engine. Read once, by the service's ``engine_main``; values measured at start: ``EngineReady``."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ class EngineConfig:
     max_waiting_requests: int = 1024
     """More are refused as overloaded."""
     enable_prefix_caching: bool = True
+    max_peer_pool_fraction: float = 0.5
+    """Prefill: part of the pool that requests of one decode worker may hold, so that a stuck one cannot take it all."""
     layer_group_size: int = 8
     """Layers whose KV leaves as one segment while the next ones are computed."""
     num_threads: int | None = None
@@ -43,6 +45,8 @@ class EngineConfig:
             )
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ValueError(f"dtype={self.dtype!r} is not supported: use auto, float32, bfloat16 or float16")
+        if not 0 < self.max_peer_pool_fraction <= 1:
+            raise ValueError(f"max_peer_pool_fraction={self.max_peer_pool_fraction} must be above 0 and at most 1")
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting_requests", "layer_group_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")

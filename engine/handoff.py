@@ -8,7 +8,7 @@ The answers come back as calls on the core, now or later:
        prefill_ended(...) ------> core.release_kv
     D: want_kv(request) --------> core.reserve_kv, core.write_kv ..., core.kv_ready
                                   (core.release_reservation: back to waiting for another attempt)
-    both: request_ended(request)  the request is gone (abort, deadline): close the hand-off, its blocks are freed already
+    both: request_ended(request)  the request is gone (abort, deadline), its blocks too: close the hand-off
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ class HandoffSender(Protocol):
     def want_ticket(self, request: Request) -> None:
         """The request is next in line and its prompt would fit: ask the receiver. It holds nothing until granted."""
 
-    def kv_computed(
-        self, request: Request, token_start: int, token_end: int, layer_start: int, layer_end: int
-    ) -> None:
+    def kv_computed(self, request: Request, token_start: int, token_end: int, layer_start: int, layer_end: int) -> None:
         """KV of these tokens in these layers is in ``request.block_table`` and the receiver lacks it.
 
         Ranges of one request cover every token from ``num_remote_cached_tokens`` to the end of the prompt in every
@@ -35,7 +33,7 @@ class HandoffSender(Protocol):
         """
 
     def prefill_ended(self, request: Request, output: RequestOutput) -> None:
-        """Token 0 was drawn (``output`` carries it, and a ``finish_reason`` when it ended the request). P holds the blocks."""
+        """Token 0 was drawn; ``output`` carries it, with a ``finish_reason`` if it was the last. P holds the blocks."""
 
     def request_ended(self, request: Request) -> None:
         """The request ended while its hand-off was open, and not by a call of this sender."""

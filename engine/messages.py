@@ -63,7 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class SendKV(msgspec.Struct, frozen=True, tag="send_kv"):
-    """This request's KV goes to ``peer`` (a decode worker's gRPC address and identity); it stops after its first token."""
+    """This request's KV goes to a decode worker (gRPC address, identity); it stops after its first token."""
 
     transfer_id: str
     attempt: int

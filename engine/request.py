@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from engine.messages import FinishReason, ReceiveKV, SamplingParams, SendKV
+from engine.messages import FinishReason, ReceiveKV, RequestOutput, SamplingParams, SendKV
 
 
 class RequestStatus(Enum):
@@ -51,9 +51,8 @@ class Request:
     """time.monotonic, as every ``_s`` field here that is a moment."""
     deadline_s: float
     arrival_index: int = 0
-    """Orders requests of one priority; unique in an engine."""
+    """Unique in an engine."""
     priority: int = 0
-    """Smaller runs earlier."""
     cache_salt: str = ""
     handoff: SendKV | ReceiveKV | None = None
 
@@ -66,6 +65,8 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     """Of the full blocks, as far as they were needed yet."""
 
+    order: tuple[int, int] = field(init=False)
+    """(priority, arrival_index): smaller runs earlier and is preempted later."""
     num_output_so_far: int = field(init=False)
     """Output tokens given at ``add``: not billed and not emitted again."""
     all_token_ids: list[int] = field(init=False)
@@ -78,12 +79,15 @@ class Request:
     """P: tokens that the receiver has already, as its ticket says."""
     has_ticket: bool = False
     """P: the receiver reserved room; the request may run."""
+    first_output: RequestOutput | None = None
+    """P: what ended the prefill, kept until the hand-off ends."""
 
     ticket_asked_s: float | None = None
     handoff_wait_s: float = 0.0
     first_scheduled_s: float | None = None
 
     def __post_init__(self) -> None:
+        self.order = (self.priority, self.arrival_index)
         self.num_output_so_far = len(self.output_token_ids)
         self.all_token_ids = self.prompt_token_ids + self.output_token_ids
         self.num_prefill_tokens = len(self.all_token_ids)
@@ -91,11 +95,6 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Smaller runs earlier and is preempted later."""
-        return self.priority, self.arrival_index
 
     @property
     def sends_kv(self) -> bool:

@@ -1,0 +1,446 @@
+"""What the next step computes, and what its results mean for each request.
+
+No phases: each step hands out a budget of tokens, and each request's ``num_computed_tokens`` chases its ``num_tokens``.
+A decode is a chunk of one token. Blocks for all known tokens are taken at admission, then one by one as a request grows.
+
+    order of a step:  running (decodes, then unfinished prefills) -> preempted -> waiting, until the budget, the seats
+                      (max_num_seqs) or the blocks run out; requests of P then ask for tickets, one step ahead
+
+    waiting          may be admitted                      ticket desk     P: needs its receiver's ticket first
+    preempted        gave its blocks up, goes first       inflight        held back: its prefix is being computed now
+    running          holds blocks, computes               holding         P: prefill done, hand-off open
+    waiting_for_kv   D: nothing or reserved blocks        deadlines       every request
+
+Owns these queues, the block pool and the finish conditions. Knows nothing of devices, processes or transfers. Called by
+``EngineCore`` only. ``update()`` ignores items of requests that ended or were preempted since ``schedule()``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable
+
+import msgspec
+
+from engine.batch import SampledBatch, ScheduledBatch, ScheduledItem
+from engine.block_hash import hash_tokens, root_hash
+from engine.block_pool import BlockPool
+from engine.config import EngineConfig
+from engine.inflight_prefixes import InflightPrefixes
+from engine.messages import EngineStats, FinishReason, RequestOutput, Timings, TokenLogprobs
+from engine.request import Request, RequestStatus
+from engine.request_queue import RequestQueue
+from engine.ticket_desk import TicketDesk
+
+
+class Scheduler:
+    def __init__(
+        self,
+        config: EngineConfig,
+        num_blocks: int,
+        max_model_len: int,
+        eos_token_ids: Iterable[int],
+        model_fingerprint: str,
+    ) -> None:
+        self.config = config
+        self.block_size = config.block_size
+        self.max_model_len = max_model_len
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.model_fingerprint = model_fingerprint
+        self.pool = BlockPool(num_blocks)
+        self.requests: dict[str, Request] = {}
+        self.running = RequestQueue()
+        self.preempted = RequestQueue()
+        self.waiting = RequestQueue()
+        self.waiting_for_kv: dict[str, Request] = {}
+        self.reserved: dict[str, Request] = {}
+        """Those of ``waiting_for_kv`` that hold blocks (and so, a seat)."""
+        self.holding: dict[str, Request] = {}
+        self.inflight = InflightPrefixes()
+        self.desk = TicketDesk(max_peer_blocks=max(1, int(num_blocks * config.max_peer_pool_fraction)))
+        self.counters = EngineStats()
+        # Every running request gets a token in every step.
+        self._seats = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._deadlines: list[tuple[float, str]] = []
+        self._step = 0
+        self._stuck = False
+        """The last schedule() found nothing that could run, and nothing happened since."""
+
+    # --- requests come and go ---
+
+    def add(self, request: Request) -> None:
+        """Takes over the request. It can run here by itself, and no other has its id."""
+        self.requests[request.request_id] = request
+        heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
+        if request.status is RequestStatus.WAITING_FOR_KV:
+            self.waiting_for_kv[request.request_id] = request
+        else:
+            self._queue([request])
+
+    def end(self, request: Request, reason: FinishReason) -> None:
+        """From any state: nothing of the request remains here."""
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        self.waiting.remove(request)
+        self.preempted.remove(request)
+        self.waiting_for_kv.pop(request.request_id, None)
+        self.holding.pop(request.request_id, None)
+        self.inflight.forget(request)
+        self._free_blocks(request)
+        if request.sends_kv:
+            self.desk.forget(request)
+        request.finish_reason = reason
+        request.transition(RequestStatus.FINISHED)
+        del self.requests[request.request_id]
+        if len(self._deadlines) > 64 + 2 * len(self.requests):
+            self._deadlines = [(r.deadline_s, r.request_id) for r in self.requests.values()]
+            heapq.heapify(self._deadlines)
+        self._stuck = False
+
+    def expired(self, now_s: float) -> list[Request]:
+        """Requests whose deadline passed; each is returned once, the caller ends them."""
+        expired = []
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            request = self.requests.get(heapq.heappop(self._deadlines)[1])
+            if request is not None:
+                expired.append(request)
+        return expired
+
+    def next_deadline_s(self) -> float | None:
+        """When ``expired`` or ``schedule`` will have something to do by the clock alone."""
+        retry_s = self.desk.next_retry_s()
+        deadlines = [self._deadlines[0][0]] if self._deadlines else []
+        return min(deadlines + ([retry_s] if retry_s is not None else []), default=None)
+
+    def has_work(self) -> bool:
+        """False when schedule() could not give any request a token nor ask for a ticket."""
+        return bool(self.running or (not self._stuck and (self.waiting or self.preempted or self.desk.queue)))
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that do not run and did not run to their end here."""
+        return len(self.requests) - len(self.running) - len(self.holding)
+
+    # --- a step ---
+
+    def schedule(self, now_s: float) -> ScheduledBatch:
+        self._step += 1
+        if self.desk.requeue_due(now_s):
+            self._stuck = False
+        budget = self.config.max_num_batched_tokens
+        items: list[ScheduledItem] = []
+        prefills = []
+        for request in list(self.running):
+            if request.num_tokens - request.num_computed_tokens > 1:
+                prefills.append(request)
+            elif request.status is RequestStatus.RUNNING and self._grow(request):
+                budget -= self._put(items, request, 1)
+        for request in prefills:
+            if budget and request.status is RequestStatus.RUNNING:
+                budget -= self._put(items, request, budget)
+        while budget and len(self.running) + len(self.reserved) < self._seats:
+            request_or_none = self._admit_next(now_s)
+            if request_or_none is None:
+                break
+            budget -= self._put(items, request_or_none, budget)
+        # A last chunk of one token counts as a decode.
+        items.sort(key=lambda item: item.num_tokens > 1)
+        self._stuck = not items
+        return ScheduledBatch(items, self._step)
+
+    def ask_for_tickets(self, now_s: float) -> list[Request]:
+        """After schedule(): the requests that ask now, so that their tickets are here for the next step."""
+        asking: list[Request] = []
+        # This step's work and the next one's.
+        tokens_ahead = sum(r.num_tokens - r.num_computed_tokens for r in self.running) + self.desk.pledged_tokens
+        while self.desk.queue and tokens_ahead < 2 * self.config.max_num_batched_tokens:
+            request = self.desk.queue.head()
+            if len(self.running) + len(self.reserved) + self.desk.num_pledged >= self._seats:
+                break
+            if self.waiting and not self.waiting.head().has_ticket and self.waiting.head().order < request.order:
+                break
+            cached, blocks = self._match(request)
+            if self._hold(request, len(cached)):
+                self.desk.queue.remove(request)
+                continue
+            if self.desk.park_if_over_cap(request, blocks):
+                continue
+            if blocks > self._room() - self.desk.pledged_blocks:
+                break
+            tokens = request.num_tokens - len(cached) * self.block_size
+            self.desk.ask(request, blocks, tokens)
+            tokens_ahead += tokens
+            if request.ticket_asked_s is None:
+                request.ticket_asked_s = now_s
+            asking.append(request)
+        return asking
+
+    def update(self, batch: ScheduledBatch, sampled: SampledBatch, now_s: float) -> list[RequestOutput]:
+        """The requests' outputs; those of requests that are HOLDING_KV now are for the sender, not for the client."""
+        outputs = []
+        counters = self.counters
+        counters.steps_total += 1
+        counters.max_batch_requests = max(counters.max_batch_requests, len(batch.items))
+        for item, token_id, logprobs in zip(batch.items, sampled.token_ids, sampled.logprobs, strict=True):
+            request = item.request
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            counters.prefill_chunks_total += item.start < request.num_prefill_tokens
+            request.num_computed_tokens = item.start + item.num_tokens
+            self._publish(request, item.start, request.num_computed_tokens)
+            if token_id is not None:
+                outputs.append(self._take_token(request, token_id, logprobs, now_s))
+        return outputs
+
+    # --- hand-off, P ---
+
+    def grant_ticket(self, request: Request, remote_cached_tokens: int, now_s: float) -> None:
+        if self.desk.granted(request):
+            request.has_ticket = True
+            request.num_remote_cached_tokens = remote_cached_tokens
+            request.handoff_wait_s = now_s - (request.ticket_asked_s or now_s)
+            self._queue([request])
+
+    def defer_ticket(self, request: Request, retry_at_s: float) -> None:
+        if self.desk.defer(request, retry_at_s):
+            self._stuck = False
+
+    # --- hand-off, D ---
+
+    def reserve(self, request: Request) -> int | None:
+        """Take blocks for all tokens known and one more. The cached tokens among them, or None: no room now.
+
+        Also None while another request computes or receives the prefix: a little later it is a cache hit.
+        """
+        if self.preempted or len(self.running) + len(self.reserved) >= self._seats:
+            return None
+        if self.waiting and self.waiting.head().order < request.order:
+            return None
+        hashes = self._hash_blocks(request, request.num_tokens)
+        cached = self.pool.match_prefix(hashes)
+        if len(cached) < len(hashes) and self.inflight.is_claimed(hashes[len(cached)]):
+            return None
+        num_blocks = math.ceil((request.num_tokens + 1) / self.block_size)
+        if num_blocks - len(cached) + self.pool.num_unreferenced(cached) > self._room():
+            return None
+        self._take_blocks(request, cached, num_blocks)
+        self.reserved[request.request_id] = request
+        return request.num_computed_tokens
+
+    def release_reservation(self, request: Request) -> None:
+        """Back to waiting for KV, holding nothing."""
+        self._free_blocks(request)
+        self._stuck = False
+
+    def kv_ready(self, request: Request, first_output: RequestOutput) -> RequestOutput:
+        """The KV of all tokens is there: token 0 is taken, and the request runs unless that token ended it."""
+        token_id = first_output.token_ids[0]
+        finish_reason, stop_token_id = first_output.finish_reason, first_output.stop_token_id
+        if finish_reason is None:
+            cached_tokens, request.num_computed_tokens = request.num_computed_tokens, request.num_tokens
+            self._publish(request, cached_tokens, request.num_tokens)
+        request.append_token(token_id)
+        self.counters.generation_tokens_total += 1
+        if finish_reason is None:
+            finish_reason, stop_token_id = self._finish_reason(request, token_id)
+        if finish_reason is not None:
+            self.end(request, finish_reason)
+        else:
+            del self.reserved[request.request_id], self.waiting_for_kv[request.request_id]
+            request.transition(RequestStatus.RUNNING)
+            self.running.push(request)
+        return RequestOutput(
+            request_id=request.request_id,
+            token_ids=[token_id],
+            logprobs=first_output.logprobs,
+            finish_reason=finish_reason,
+            stop_token_id=stop_token_id,
+            timings=first_output.timings,
+            cached_tokens=first_output.cached_tokens,
+            sent_kv_tokens=first_output.sent_kv_tokens,
+        )
+
+    # --- admission ---
+
+    def _queue(self, requests: Iterable[Request]) -> None:
+        """Put requests where their state says they wait."""
+        for request in requests:
+            if request.status is RequestStatus.PREEMPTED:
+                self.preempted.push(request)
+            elif request.sends_kv and not request.has_ticket:
+                self.desk.queue.push(request)
+            else:
+                self.waiting.push(request)
+            self._stuck = False
+
+    def _admit_next(self, now_s: float) -> Request | None:
+        """The next request in order gets its blocks and runs. None: it and all behind it must wait, or none is there."""
+        while queue := self.preempted or self.waiting:
+            request = queue.head()
+            cached, blocks = self._match(request)
+            if self._hold(request, len(cached)):
+                queue.remove(request)
+                continue
+            if blocks > self._room() - (0 if request.has_ticket else self.desk.pledged_blocks):
+                return None
+            queue.remove(request)
+            self._take_blocks(request, cached, math.ceil(request.num_tokens / self.block_size))
+            if request.sends_kv:
+                self.desk.scheduled(request, blocks)
+            if request.first_scheduled_s is None:
+                request.first_scheduled_s = now_s
+            request.num_prefill_tokens = request.num_tokens
+            request.transition(RequestStatus.RUNNING)
+            self.running.push(request)
+            return request
+        return None
+
+    def _match(self, request: Request) -> tuple[list[int], int]:
+        """Published blocks of its prefix, and how many available blocks its admission would take."""
+        hashes = self._hash_blocks(request, request.num_tokens)
+        # The last token is always computed: its logits are what the next token is drawn from.
+        cached = self.pool.match_prefix(hashes[: (request.num_tokens - 1) // self.block_size])
+        blocks = math.ceil(request.num_tokens / self.block_size) - len(cached)
+        return cached, blocks + self.pool.num_unreferenced(cached)
+
+    def _hold(self, request: Request, num_cached_blocks: int) -> bool:
+        hashes = request.block_hashes[num_cached_blocks : (request.num_tokens - 1) // self.block_size]
+        return self.inflight.hold(request, hashes)
+
+    def _room(self) -> int:
+        """Blocks that an admission may take: each request that decodes, or will, keeps one to grow into."""
+        growing = sum(not request.sends_kv for request in self.running) + len(self.reserved)
+        return self.pool.num_available - growing
+
+    # --- blocks ---
+
+    def _take_blocks(self, request: Request, cached: list[int], num_blocks: int) -> None:
+        self.pool.share(cached)
+        request.block_table = cached + self.pool.allocate(num_blocks - len(cached))
+        request.num_computed_tokens = len(cached) * self.block_size
+        self.inflight.claim(request, request.block_hashes[len(cached) : request.num_tokens // self.block_size])
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = request.num_computed_tokens
+            self.counters.prefix_cache_queries_total += request.num_tokens
+            self.counters.prefix_cache_hits_total += request.num_computed_tokens
+
+    def _free_blocks(self, request: Request) -> None:
+        if request.block_table:
+            self.pool.free(request.block_table)
+            request.block_table = []
+            request.num_computed_tokens = 0
+            self.reserved.pop(request.request_id, None)
+            self._queue(self.inflight.give_up(request))
+
+    def _grow(self, request: Request) -> bool:
+        """Room for one more token. False when ``request`` itself had to give its blocks up."""
+        if request.num_computed_tokens < len(request.block_table) * self.block_size:
+            return True
+        while self.pool.num_available == 0:
+            victim = next(r for r in reversed(self.running) if not r.sends_kv)
+            self._preempt(victim)
+            if victim is request:
+                return False
+        request.block_table += self.pool.allocate(1)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        request.transition(RequestStatus.PREEMPTED)
+        self._free_blocks(request)
+        self.preempted.push(request)
+        self.counters.preemptions_total += 1
+
+    def _hash_blocks(self, request: Request, num_tokens: int) -> list[bytes]:
+        """Hashes of the full blocks of the first ``num_tokens``; only those not known yet are computed."""
+        hashes = request.block_hashes
+        if self.config.enable_prefix_caching:
+            units_per_block = self.block_size // self.config.hash_block_tokens
+            start, stop = len(hashes) * self.block_size, num_tokens // self.block_size * self.block_size
+            if start < stop:
+                parent = hashes[-1] if hashes else root_hash(self.model_fingerprint, request.cache_salt)
+                units = hash_tokens(request.all_token_ids, self.config.hash_block_tokens, parent, start, stop)
+                hashes += units[units_per_block - 1 :: units_per_block]
+        return hashes
+
+    def _publish(self, request: Request, start: int, end: int) -> None:
+        """Tokens ``start`` to ``end`` are computed: blocks that are full now may be shared."""
+        if start // self.block_size == end // self.block_size:
+            return
+        hashes = self._hash_blocks(request, end)
+        for index in range(start // self.block_size, min(end // self.block_size, len(hashes))):
+            self.pool.register(request.block_table[index], hashes[index])
+            self._queue(self.inflight.published(hashes[index]))
+
+    # --- tokens ---
+
+    @staticmethod
+    def _put(items: list[ScheduledItem], request: Request, max_tokens: int) -> int:
+        start = request.num_computed_tokens
+        num_tokens = min(max_tokens, request.num_tokens - start)
+        items.append(ScheduledItem(request, num_tokens, start, start + num_tokens == request.num_tokens))
+        return num_tokens
+
+    def _take_token(
+        self, request: Request, token_id: int, logprobs: TokenLogprobs | None, now_s: float
+    ) -> RequestOutput:
+        is_first = len(request.output_token_ids) == request.num_output_so_far
+        request.append_token(token_id)
+        finish_reason, stop_token_id = self._finish_reason(request, token_id)
+        output = RequestOutput(
+            request_id=request.request_id,
+            token_ids=[token_id],
+            logprobs=[] if logprobs is None else [logprobs],
+            finish_reason=finish_reason,
+            stop_token_id=stop_token_id,
+        )
+        if is_first:
+            assert request.first_scheduled_s is not None
+            output.timings = Timings(
+                prefill_queue_s=request.first_scheduled_s - request.arrival_s - request.handoff_wait_s,
+                handoff_wait_s=request.handoff_wait_s,
+                prefill_s=now_s - request.first_scheduled_s,
+            )
+            output.cached_tokens = request.num_cached_tokens
+            self.counters.prompt_tokens_total += len(request.prompt_token_ids)
+        if request.sends_kv:
+            self.running.remove(request)
+            request.transition(RequestStatus.HOLDING_KV)
+            self.holding[request.request_id] = request
+            request.first_output = output
+            return output
+        self.counters.generation_tokens_total += 1
+        if finish_reason is not None:
+            self.end(request, finish_reason)
+        return output
+
+    def _finish_reason(self, request: Request, token_id: int) -> tuple[FinishReason | None, int | None]:
+        """Whether the token just appended ends the request, and the stop token's id if it is one."""
+        sampling, num_output = request.sampling, len(request.output_token_ids)
+        is_stop = token_id in sampling.stop_token_ids or (token_id in self.eos_token_ids and not sampling.ignore_eos)
+        if is_stop and num_output > sampling.min_tokens:
+            return FinishReason.STOP, token_id
+        if num_output >= sampling.max_tokens or request.num_tokens >= self.max_model_len:
+            return FinishReason.LENGTH, None
+        return None, None
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges of now. O(requests): for heartbeats, not for every step."""
+        not_computed = (
+            request.num_tokens - request.num_computed_tokens
+            for request in self.requests.values()
+            if request.status not in (RequestStatus.WAITING_FOR_KV, RequestStatus.HOLDING_KV)
+        )
+        return msgspec.structs.replace(
+            self.counters,
+            running=len(self.running),
+            waiting=self.num_queued - len(self.waiting_for_kv),
+            waiting_for_kv=len(self.waiting_for_kv),
+            holding_kv=len(self.holding),
+            # One token ahead is a decode, not a queue.
+            queued_tokens=sum(tokens for tokens in not_computed if tokens > 1),
+            total_blocks=self.pool.num_blocks,
+            free_blocks=self.pool.num_free,
+            cached_blocks=self.pool.num_cached,
+        )
