@@ -3,8 +3,8 @@
 KV of a layer is ``[N, 2, K, S, D]``: block, key or value, KV head, token in the block, element. A block of one head is contiguous
 (S * D elements), so a tile of tokens is a few contiguous runs whatever the block table says.
 
-Scores live in the base-2 domain (``exp2`` is one instruction): ``m`` is the running maximum of ``score * scale * log2(e)``, ``l`` the sum
-of ``exp2(score - m)``, and a partial result's log-sum-exp is ``m + log2(l)``. Online softmax: Milakov and Gimelshein, 2018; tiling: Dao et
+Scores live in the base-2 domain (``exp2`` is one instruction): ``m`` is the running maximum of ``score * scale * log2(e)``, ``total`` the sum
+of ``exp2(score - m)``, and a partial result's log-sum-exp is ``m + log2(total)``. Online softmax: Milakov and Gimelshein, 2018; tiling: Dao et
 al., FlashAttention, 2022; split and merge: FlashDecoding, 2023.
 """
 
@@ -56,12 +56,12 @@ def load_tile(
 
 
 @triton.jit
-def softmax_step(acc, m, l, scores, v, scale_log2):
-    """Fold a tile's raw scores [M, N] and values [N, D] into (acc [M, D], m [M], l [M])."""
+def softmax_step(acc, m, total, scores, v, scale_log2):
+    """Fold a tile's raw scores [M, N] and values [N, D] into (acc [M, D], m [M], total [M])."""
     m_new = tl.maximum(m, tl.max(scores, 1) * scale_log2)
     p = tl.math.exp2(scores * scale_log2 - m_new[:, None])
     alpha = tl.math.exp2(m - m_new)
-    l = l * alpha + tl.sum(p, 1)
+    total = total * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
-    return acc, m_new, l
+    return acc, m_new, total

@@ -71,8 +71,8 @@ def _plan_kernel(
 
 
 @triton.jit
-def _merge(acc, m, l, partial_ptr, lse_ptr, row, rows, chunk_stride, count, G, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
-    """Fold ``count`` partials of G rows (chunk c's rows start at row + c * chunk_stride) into (acc [G, D], m, l [G])."""
+def _merge(acc, m, total, partial_ptr, lse_ptr, row, chunk_stride, count, G, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
+    """Fold ``count`` partials of G rows (chunk c's rows start at row + c * chunk_stride) into (acc [G, D], m, total [G])."""
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     for c0 in range(0, count, BLOCK_C):
@@ -90,9 +90,9 @@ def _merge(acc, m, l, partial_ptr, lse_ptr, row, rows, chunk_stride, count, G, D
         )
         alpha = tl.math.exp2(m - m_new)
         acc = acc * alpha[:, None] + tl.sum(part * weight[:, :, None], 0)
-        l = l * alpha + tl.sum(tl.where(valid, weight, 0.0), 0)
+        total = total * alpha + tl.sum(tl.where(valid, weight, 0.0), 0)
         m = m_new
-    return acc, m, l
+    return acc, m, total
 
 
 @triton.jit
@@ -122,7 +122,7 @@ def _decode_kernel(
     table = table_ptr + request.to(tl.int64) * stride_table
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     m = tl.full([BLOCK_M], MASKED, tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
 
     full_end = begin + (end - begin) // BLOCK_N * BLOCK_N
     if WINDOW:
@@ -134,7 +134,7 @@ def _decode_kernel(
         if WINDOW:
             scores = tl.where((start + tl.arange(0, BLOCK_N))[None, :] >= oldest, scores, MASKED)
         v = load_tile(v_ptr, offsets, start, end, BLOCK_N, D, BLOCK_D, False)
-        acc, m, l = softmax_step(acc, m, l, scores, v, scale_log2)
+        acc, m, total = softmax_step(acc, m, total, scores, v, scale_log2)
     if full_end < end:
         offsets = token_offsets(table, full_end, end, stride_n, stride_s, S, BLOCK_N, True)
         k = load_tile(k_ptr, offsets, full_end, end, BLOCK_N, D, BLOCK_D, True)
@@ -145,7 +145,7 @@ def _decode_kernel(
         if WINDOW:
             valid = valid & (n >= oldest)
         scores = tl.where(valid, scores, MASKED)
-        acc, m, l = softmax_step(acc, m, l, scores, v, scale_log2)
+        acc, m, total = softmax_step(acc, m, total, scores, v, scale_log2)
 
     count = tl.load(num_chunks_ptr + request)
     prefix_count = 0
@@ -153,13 +153,13 @@ def _decode_kernel(
         prefix_count = tl.load(prefix_count_ptr + request)
     out_rows = out_ptr + request.to(tl.int64) * stride_ot + head * G * stride_oh
     if count + prefix_count == 1:
-        out = acc / tl.where(l > 0, l, 1.0)[:, None]
+        out = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out_rows + g[:, None] * stride_oh + d[None, :], out.to(out_ptr.dtype.element_ty),
                  mask=(g[:, None] < G) & (d[None, :] < D))  # fmt: skip
     else:
         row = slot.to(tl.int64) * K * G + head * G
-        lse = tl.where(l > 0, m + tl.math.log2(l), MASKED)
-        acc = acc / tl.where(l > 0, l, 1.0)[:, None]
+        lse = tl.where(total > 0, m + tl.math.log2(total), MASKED)
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(lse_ptr + row + g, lse, mask=g < G)
         tl.store(partial_ptr + (row + g)[:, None] * D + d[None, :], acc, mask=(g[:, None] < G) & (d[None, :] < D))
         tl.debug_barrier()  # every thread's stores before the one thread that counts
@@ -167,18 +167,18 @@ def _decode_kernel(
         if arrived == count - 1:
             tl.store(counter_ptr + request * K + head, 0)  # ready for the next layer
             gg = tl.arange(0, BLOCK_G)
-            total = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+            merged = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
             tm = tl.full([BLOCK_G], MASKED, tl.float32)
-            tl_ = tl.zeros([BLOCK_G], tl.float32)
+            tt = tl.zeros([BLOCK_G], tl.float32)
             first = tl.load(first_chunk_ptr + request).to(tl.int64)
-            total, tm, tl_ = _merge(total, tm, tl_, partial_ptr, lse_ptr, first * K * G + head * G, 0, K * G, count, G, D,
+            merged, tm, tt = _merge(merged, tm, tt, partial_ptr, lse_ptr, first * K * G + head * G, K * G, count, G, D,
                                     BLOCK_G, BLOCK_D, BLOCK_C)  # fmt: skip
             if PREFIX:
                 prefix_row = (request.to(tl.int64) * K + head) * G
-                total, tm, tl_ = _merge(total, tm, tl_, prefix_partial_ptr, prefix_lse_ptr, prefix_row, 0, prefix_stride,
+                merged, tm, tt = _merge(merged, tm, tt, prefix_partial_ptr, prefix_lse_ptr, prefix_row, prefix_stride,
                                         prefix_count, G, D, BLOCK_G, BLOCK_D, BLOCK_C)  # fmt: skip
-            total = total / tl.where(tl_ > 0, tl_, 1.0)[:, None]
-            tl.store(out_rows + gg[:, None] * stride_oh + d[None, :], total.to(out_ptr.dtype.element_ty),
+            merged = merged / tl.where(tt > 0, tt, 1.0)[:, None]
+            tl.store(out_rows + gg[:, None] * stride_oh + d[None, :], merged.to(out_ptr.dtype.element_ty),
                      mask=(gg[:, None] < G) & (d[None, :] < D))  # fmt: skip
 
 

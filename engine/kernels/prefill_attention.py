@@ -54,7 +54,7 @@ def _prefill_kernel(
     table = table_ptr + request.to(tl.int64) * stride_table
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     m = tl.full([BLOCK_M], MASKED, tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
 
     end = tl.minimum(history + first + TOKENS, seq_len)  # one past the newest position of the tile
     begin = 0
@@ -69,7 +69,7 @@ def _prefill_kernel(
         if WINDOW:
             scores = tl.where((start + tl.arange(0, BLOCK_N))[None, :] > position[:, None] - window, scores, MASKED)
         v = load_tile(v_ptr, offsets, start, end, BLOCK_N, D, BLOCK_D, False)
-        acc, m, l = softmax_step(acc, m, l, scores, v, scale_log2)
+        acc, m, total = softmax_step(acc, m, total, scores, v, scale_log2)
     for start in tl.range(edge, end, BLOCK_N, num_stages=1):
         offsets = token_offsets(table, start, end, stride_n, stride_s, S, BLOCK_N, True)
         k = load_tile(k_ptr, offsets, start, end, BLOCK_N, D, BLOCK_D, True)
@@ -79,8 +79,8 @@ def _prefill_kernel(
         if WINDOW:
             visible = visible & (n[None, :] > position[:, None] - window)
         scores = tl.where(visible, tl.dot(q, tl.trans(k), input_precision="ieee"), MASKED)
-        acc, m, l = softmax_step(acc, m, l, scores, v, scale_log2)
-    acc = acc / tl.where(l > 0, l, 1.0)[:, None]
+        acc, m, total = softmax_step(acc, m, total, scores, v, scale_log2)
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     out_rows = (q_start + token).to(tl.int64) * stride_ot + (head * G + g) * stride_oh
     tl.store(out_ptr + out_rows[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=valid)
 
