@@ -173,8 +173,10 @@ class RouterMetrics:
             "pdserve_migrations", "Retries of requests that had streamed tokens", registry=registry
         )
         self.tokens = Counter("pdserve_relayed_tokens", "Tokens relayed to gateways", registry=registry)
-        self.dropped_outputs = Counter(
-            "pdserve_dropped_outputs", "Outputs of attempts that had ended", registry=registry
+        self.dropped_outputs = Gauge(
+            "pdserve_dropped_outputs",
+            "Outputs about requests that had ended, since the sessions of the known workers began",
+            registry=registry,
         )
         self.workers = Gauge("pdserve_workers", "Known workers", ["role", "state"], registry=registry)
         self.sessions = Gauge("pdserve_sessions", "Sessions of gateways", registry=registry)

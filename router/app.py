@@ -1,0 +1,99 @@
+"""A running router: puts the parts together, starts them, ends them in order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from functools import partial
+
+import structlog
+from prometheus_client import CollectorRegistry
+
+from pdserve.channel import serve
+from pdserve.identity import new_identity
+from pdserve.session_server import SessionServer
+from registry import WorkerRegistry
+from router.config import RouterConfig
+from router.placement import Placer
+from router.policies import make_policy
+from router.service import RouterService
+from router.workers import STATES, Workers
+from telemetry.http import StatusServer
+from telemetry.metrics import RouterMetrics
+
+GRPC_STOP_S = 1.0
+
+log = structlog.get_logger()
+
+
+class Router:
+    """``start`` it, ``stop`` it; ``port`` and ``metrics_port`` are the bound ones."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.port = 0
+        self.metrics_port = 0
+        self._config = config
+        self._metrics_registry = CollectorRegistry()
+        metrics = RouterMetrics(self._metrics_registry)
+        identity = new_identity("router", config.router_id or f"router-{socket.gethostname()}-{os.getpid()}")
+        self._registry = WorkerRegistry(config.redis_url)
+        self.workers = Workers(
+            self._registry, identity, config.poll_interval_s, on_registry_failure=metrics.registry_failures.inc
+        )
+        self._service = RouterService(
+            self.workers, Placer(self.workers, make_policy(config.policy), config), config, metrics
+        )
+        self._sessions = SessionServer(identity, self._service)
+        self._status = StatusServer(self._metrics_registry, self._service.not_ready)
+        self._show_fleet(metrics)
+
+    async def start(self) -> None:
+        """Listen and look for workers. Raises OSError when a port cannot be had."""
+        config = self._config
+        self.metrics_port = await self._status.start(config.host, config.metrics_port)
+        self._server, self.port = await serve([self._sessions], config.host, config.port)
+        self._sessions.identity.address = f"{config.host}:{self.port}"
+        self._polling = asyncio.create_task(self.workers.run(), name="workers")
+
+    async def stop(self) -> None:
+        """Let finish what runs (bounded), then end everything."""
+        self._sessions.draining = True
+        await self._service.drain(self._config.drain_timeout_s)
+        await self._sessions.close()
+        await self._server.stop(GRPC_STOP_S)
+        self._polling.cancel()
+        await asyncio.gather(self._polling, return_exceptions=True)
+        await self._registry.close()
+        await self._status.close()
+
+    async def run_until_signal(self) -> None:
+        """Start, say so, and stop on SIGTERM or SIGINT (or when the polling task breaks)."""
+        await self.start()
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        self._polling.add_done_callback(lambda _: stop.set())
+        log.info("ready", host=self._config.host, port=self.port, metrics_port=self.metrics_port)
+        await stop.wait()
+        error = self._polling.exception() if self._polling.done() else None
+        await self.stop()
+        if error is not None:
+            raise error
+
+    def _show_fleet(self, metrics: RouterMetrics) -> None:
+        """Gauges that are read off when somebody looks."""
+        workers = self.workers
+
+        def count(role: str, state: str) -> int:
+            return sum(worker.state == state for worker in workers.with_role(role))
+
+        for role in ("prefill", "decode", "aggregated"):
+            for state in STATES:
+                metrics.workers.labels(role, state).set_function(partial(count, role, state))
+        metrics.sessions.set_function(lambda: len(self._sessions.sessions))
+        metrics.dropped_outputs.set_function(
+            lambda: sum(worker.session.unknown_outputs_total for worker in workers.known.values())
+        )

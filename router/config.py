@@ -1,0 +1,50 @@
+"""Settings of a router. Read once in ``__main__``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from router.policies import POLICIES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """Every field has its unit in its name. Errors are raised by ``__post_init__`` with the remedy."""
+
+    redis_url: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    metrics_port: int = 0
+    router_id: str = ""
+    """Empty: made from host name and process id."""
+    policy: str = "round_robin"
+    local_prefill_tokens: int = 0
+    """Prompts with fewer uncached tokens are prefilled by the decode worker itself; 0: always by a prefill worker."""
+    max_open_requests: int = 4096
+    """More are refused as overloaded."""
+    max_attempts: int = 3
+    """Pairs of workers that one request may try in all."""
+    no_worker_wait_s: float = 5.0
+    """How long a request waits for a worker to appear."""
+    max_timeout_s: float = 3600.0
+    """Longer deadlines are cut to this."""
+    poll_interval_s: float = 0.5
+    """Between two looks at the registry."""
+    drain_timeout_s: float = 10.0
+    """What runs when the router is told to end may go on for so long."""
+    min_prefill_workers: int = 0
+    min_decode_workers: int = 1
+    """Ready only once so many workers were reached; after that, while there is any worker that can decode."""
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy={self.policy!r} is not known: use {', '.join(sorted(POLICIES))}")
+        for name in ("max_open_requests", "max_attempts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("no_worker_wait_s", "max_timeout_s", "poll_interval_s", "drain_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be more than 0")
+        for name in ("local_prefill_tokens", "min_prefill_workers", "min_decode_workers"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")

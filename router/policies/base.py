@@ -1,0 +1,76 @@
+"""What a routing policy sees and answers. Policies are plain: no network, no clock of their own, no router objects.
+
+The router filters first (reachable, compatible, large enough, not avoided); a policy chooses among what is left,
+prefill and decode worker together. ``bench`` drives the same policies with simulated workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+
+class LoadLike(Protocol):
+    """Reported by the worker; up to half a second old."""
+
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def queued_tokens(self) -> int: ...
+    @property
+    def free_blocks(self) -> int: ...
+    @property
+    def total_blocks(self) -> int: ...
+
+
+class Candidate(Protocol):
+    """A worker that can take the request."""
+
+    @property
+    def worker_id(self) -> str: ...
+    @property
+    def load(self) -> LoadLike: ...
+    @property
+    def outstanding_requests(self) -> int:
+        """Sent there by this router and not ended; always up to date."""
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """Prompt tokens of those."""
+
+
+C = TypeVar("C", bound=Candidate)
+
+
+@dataclass(frozen=True, slots=True)
+class Pool(Generic[C]):
+    """Workers of one model fingerprint: any prefill and any decode worker of a pool are a pair."""
+
+    prefills: Sequence[C]
+    """Empty: the decode worker prefills by itself."""
+    decodes: Sequence[C]
+    """Never empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Generic[C]):
+    prefill: C | None
+    decode: C
+
+
+@dataclass(frozen=True, slots=True)
+class PromptInfo:
+    """What a policy may know of a request."""
+
+    num_tokens: int
+    """Prompt and output so far."""
+
+
+class Policy(Protocol):
+    """Chooses a pair. Asynchronous, so that one may ask an index."""
+
+    async def choose(self, prompt: PromptInfo, pools: Sequence[Pool[C]]) -> Choice[C]:
+        """One worker of each kind from one of the pools (at least one pool). Never waits for workers to appear."""

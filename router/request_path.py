@@ -1,0 +1,222 @@
+"""One request's way through the router, top to bottom: validate, place, dispatch, relay, try again, end.
+
+The gateway gets the decode worker's tokens and exactly one terminal output. A failed attempt, streamed or not, is one
+mechanism: the tokens so far go along to the next pair of workers, which goes on at that position.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from collections.abc import Callable
+
+import structlog
+
+from pdserve import terminal
+from pdserve.v1 import inference_pb2 as pb
+from router.attempt import Attempt
+from router.config import RouterConfig
+from router.placement import Placer, Unplaceable, WorkerKey, worker_key
+from router.workers import Worker
+from telemetry.metrics import RouterMetrics
+
+SECOND_TRY_WAIT_S = 0.1  # doubled with each: the same worker may need a moment to come back
+
+log = structlog.get_logger()
+
+
+class AttemptFailed(Exception):
+    """A worker ended the attempt, and not the request."""
+
+    def __init__(self, worker: Worker, failure: pb.Failure) -> None:
+        super().__init__(failure.message)
+        self.worker = worker
+        self.failure = failure
+
+
+class RequestPath:
+    """Runs one request. ``emit`` takes each output for the gateway; it is called with exactly one terminal output,
+    unless the task that runs it is cancelled (the gateway wants no answer)."""
+
+    def __init__(
+        self,
+        request: pb.GenerateRequest,
+        emit: Callable[[pb.Output], None],
+        placer: Placer,
+        config: RouterConfig,
+        metrics: RouterMetrics,
+    ) -> None:
+        self.abort_reason = "client"
+        """What the workers are told if the task is cancelled."""
+        self._request = request
+        self._request_id = request.request_id
+        self._emit = emit
+        self._placer = placer
+        self._config = config
+        self._metrics = metrics
+        self._received_s = asyncio.get_running_loop().time()
+        # Unique in the fleet: a gateway that fails over to another router sends the same request id again.
+        self._transfer_id = f"{request.request_id}~{secrets.token_hex(4)}"
+        self._output_so_far = list(request.output_so_far)
+        self._has_emitted = False
+        self._route_s = 0.0
+
+    async def run(self) -> None:
+        """The whole path."""
+        invalid = _why_invalid(self._request)
+        if invalid:
+            self._end(terminal.failed(self._request_id, pb.ERROR_CODE_INVALID_REQUEST, invalid))
+            return
+        timeout_s = min(self._request.timeout_s, self._config.max_timeout_s)
+        self._deadline_s = self._received_s + timeout_s
+        try:
+            async with asyncio.timeout_at(self._deadline_s):
+                last = await self._generate()
+        except TimeoutError:
+            last = terminal.timed_out(self._request_id, f"not finished within {timeout_s:g} s")
+        except Unplaceable as why:
+            retryable = why.code == pb.ERROR_CODE_NO_WORKERS
+            last = terminal.failed(
+                self._request_id, why.code, why.message, retryable=retryable, retry_after_s=why.retry_after_s
+            )
+        self._end(last)
+
+    async def _generate(self) -> pb.Output:
+        """Attempts until one ends the request; returns the terminal output."""
+        avoid: set[WorkerKey] = set()
+        number = 0
+        while True:
+            number += 1
+            attempt = await self._dispatch(number, avoid)
+            abort_reason: str | None = self.abort_reason
+            try:
+                last = await self._relay(attempt)
+                abort_reason = "deadline" if last.finish.reason == pb.FINISH_REASON_TIMEOUT else None
+                return last
+            except AttemptFailed as failed:
+                abort_reason = "retry"
+                if not self._may_retry(failed, attempt, avoid):
+                    return pb.Output(
+                        request_id=self._request_id,
+                        finish=pb.Finish(reason=pb.FINISH_REASON_ERROR, failure=failed.failure),
+                    )
+            except asyncio.CancelledError:
+                deadline_passed = asyncio.get_running_loop().time() >= self._deadline_s
+                abort_reason = "deadline" if deadline_passed else self.abort_reason
+                raise
+            finally:
+                attempt.end(abort_reason)
+
+    async def _dispatch(self, number: int, avoid: set[WorkerKey]) -> Attempt:
+        """Choose workers and send them the request, with what is left of its time and what it has so far."""
+        request = self._request
+        num_tokens = len(request.prompt_token_ids) + len(self._output_so_far)
+        placement = await self._placer.place(num_tokens, request.group, avoid)
+        if placement.is_second_try:
+            await asyncio.sleep(SECOND_TRY_WAIT_S * 2 ** (number - 2))
+        now_s = asyncio.get_running_loop().time()
+        request.ClearField("handoff")
+        request.output_so_far[:] = self._output_so_far
+        request.timeout_s = max(0.001, self._deadline_s - now_s)
+        attempt = Attempt(placement, request, self._transfer_id, number)
+        if not self._has_emitted:
+            self._route_s = now_s - self._received_s
+            self._metrics.route_seconds.observe(self._route_s)
+        for worker in (placement.prefill, placement.decode):
+            if worker is not None:
+                self._metrics.dispatches.labels(worker.worker_id, worker.record.role).inc()
+        if placement.prefill is None:
+            self._metrics.local_prefills.labels(placement.cause).inc()
+        return attempt
+
+    async def _relay(self, attempt: Attempt) -> pb.Output:
+        """Give the decode worker's tokens to the gateway; returns its terminal output. Raises AttemptFailed."""
+        while True:
+            worker, output = await attempt.next_output()
+            failure = _failure_of(worker, output)
+            if worker is not attempt.decode:
+                if failure is not None and not attempt.has_tokens:  # else the decode worker has all it needs
+                    raise AttemptFailed(worker, failure)
+                continue
+            output.request_id = self._request_id
+            if failure is not None:
+                output.ClearField("finish")
+            if output.token_ids:
+                attempt.has_tokens = True
+                self._output_so_far.extend(output.token_ids)
+                self._metrics.tokens.inc(len(output.token_ids))
+                self._set_phases(output)
+            if output.HasField("finish"):
+                return output
+            if output.token_ids:
+                self._emit(output)
+            if failure is not None:
+                raise AttemptFailed(worker, failure)
+
+    def _set_phases(self, output: pb.Output) -> None:
+        """Add the router's part to the first output with tokens; a later attempt's first output is not the first."""
+        if self._has_emitted:
+            output.ClearField("phases")
+            output.ClearField("cached_tokens")
+            output.ClearField("sent_kv_tokens")
+            return
+        self._has_emitted = True
+        output.phases.route_s = self._route_s
+        output.phases.router_s = asyncio.get_running_loop().time() - self._received_s
+
+    def _may_retry(self, failed: AttemptFailed, attempt: Attempt, avoid: set[WorkerKey]) -> bool:
+        """Whether another attempt is worth it; notes whom it should avoid."""
+        failure, worker = failed.failure, failed.worker
+        suspects = [worker]
+        if failure.code == pb.ERROR_CODE_HANDOFF_FAILED and attempt.prefill is not None:
+            suspects = [attempt.prefill, attempt.decode]  # either may be the reason
+        avoid.update(worker_key(suspect) for suspect in suspects)
+        is_last = attempt.number >= self._config.max_attempts
+        # Work that a full worker refuses is not pushed onto workers of the other kind: the client is told to wait.
+        is_full = failure.code == pb.ERROR_CODE_OVERLOADED and not self._placer.has_other(worker, avoid)
+        code = pb.ErrorCode.Name(failure.code)
+        may_retry = failure.retryable and not is_last and not is_full
+        log.warning(
+            "attempt failed",
+            request_id=self._request_id,
+            attempt=attempt.number,
+            worker=worker.worker_id,
+            code=code,
+            message=failure.message,
+            output_tokens=len(self._output_so_far),
+            retry=may_retry,
+        )
+        if may_retry:
+            self._metrics.retries.labels(code).inc()
+            if self._has_emitted:
+                self._metrics.migrations.inc()
+        return may_retry
+
+    def _end(self, last: pb.Output) -> None:
+        self._metrics.requests_finished.labels(pb.FinishReason.Name(last.finish.reason)).inc()
+        if last.finish.HasField("failure"):
+            self._metrics.failures.labels(pb.ErrorCode.Name(last.finish.failure.code)).inc()
+        self._emit(last)
+
+
+def _why_invalid(request: pb.GenerateRequest) -> str:
+    """One line that names the remedy, or an empty string."""
+    if not request.prompt_token_ids:
+        return "prompt_token_ids is empty: give at least one token"
+    if not math.isfinite(request.timeout_s) or request.timeout_s <= 0:
+        return f"timeout_s={request.timeout_s} is not a deadline: give seconds, more than 0"
+    if request.sampling.max_tokens < 1:
+        return "sampling.max_tokens must be at least 1"
+    return ""
+
+
+def _failure_of(worker: Worker, output: pb.Output) -> pb.Failure | None:
+    """Ends that are not the request's: an error, or an abort that nobody here asked for (the worker is leaving)."""
+    reason = output.finish.reason
+    if reason == pb.FINISH_REASON_ERROR:
+        return output.finish.failure
+    if reason == pb.FINISH_REASON_ABORT:
+        message = f"{worker.worker_id} gave the request back: {output.finish.failure.message}"
+        return pb.Failure(code=pb.ERROR_CODE_WORKER_LOST, message=message, retryable=True)
+    return None

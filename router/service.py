@@ -1,0 +1,109 @@
+"""The router's side of the gateways' sessions: each request is a task that runs a RequestPath.
+
+Owns admission (how many requests are open) and the end of requests whose gateway is gone. What happens to a request is
+in request_path.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from pdserve import terminal
+from pdserve.session_server import ServerSession
+from pdserve.v1 import inference_pb2 as pb
+from router.config import RouterConfig
+from router.placement import Placer
+from router.request_path import RequestPath
+from router.workers import Workers
+from telemetry.metrics import RouterMetrics
+
+RequestKey = tuple[ServerSession, str]
+
+log = structlog.get_logger()
+
+
+class RouterService:
+    """Handler of the SessionServer."""
+
+    def __init__(self, workers: Workers, placer: Placer, config: RouterConfig, metrics: RouterMetrics) -> None:
+        self._workers = workers
+        self._placer = placer
+        self._config = config
+        self._metrics = metrics
+        self._running: dict[RequestKey, tuple[asyncio.Task[None], RequestPath]] = {}
+        self._was_ready = False
+        self.draining = False
+        """New requests are refused, so that gateways send them to another router."""
+
+    def open(self, session: ServerSession, request: pb.GenerateRequest) -> None:
+        """Start the request's path, or refuse it at once."""
+        request_id = request.request_id
+        if self.draining or len(self._running) >= self._config.max_open_requests:
+            message = "the router is leaving" if self.draining else f"the router has {len(self._running)} open requests"
+            refusal = terminal.failed(request_id, pb.ERROR_CODE_OVERLOADED, message, retryable=True, retry_after_s=1.0)
+            self._metrics.requests_finished.labels("FINISH_REASON_ERROR").inc()
+            self._metrics.failures.labels("ERROR_CODE_OVERLOADED").inc()
+            session.send([refusal])
+            return
+        path = RequestPath(request, lambda output: session.send([output]), self._placer, self._config, self._metrics)
+        task = asyncio.create_task(self._run(session, request_id, path), name=f"request {request_id}")
+        self._running[session, request_id] = task, path
+        # Not in the task itself: one that is cancelled before its first step never runs.
+        task.add_done_callback(lambda _: self._forget((session, request_id)))
+        self._metrics.open_requests.set(len(self._running))
+
+    def abort(self, session: ServerSession, request_id: str, reason: str) -> None:
+        """The gateway wants no more of it: end it on the workers."""
+        if (session, request_id) in self._running:
+            task, path = self._running[session, request_id]
+            path.abort_reason = reason
+            task.cancel()
+            self._metrics.requests_finished.labels("FINISH_REASON_ABORT").inc()
+
+    def session_lost(self, session: ServerSession, request_ids: list[str]) -> None:
+        """Nobody reads the answers any more."""
+        for request_id in request_ids:
+            self.abort(session, request_id, "client")
+
+    def not_ready(self) -> str | None:
+        """Why requests should not come here, or None. Once all expected workers were met, one decode worker is enough:
+        it can do everything by itself."""
+        if self.draining:
+            return "draining"
+        prefills = sum(worker.usable for worker in self._workers.with_role("prefill"))
+        decodes = sum(worker.usable for worker in self._workers.with_role("decode", "aggregated"))
+        if not decodes:
+            return "no decode or aggregated worker is reachable"
+        if self._was_ready:
+            return None
+        if decodes < self._config.min_decode_workers:
+            return f"{decodes} of {self._config.min_decode_workers} decode workers were reached"
+        needed_prefills = max(self._config.min_prefill_workers, bool(self._workers.with_role("prefill")))
+        if prefills < needed_prefills:
+            return f"{prefills} of {needed_prefills} prefill workers were reached"
+        self._was_ready = True
+        return None
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse what comes, let finish what runs; cancel what has not finished in time."""
+        self.draining = True
+        tasks = [task for task, _ in self._running.values()]
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, session: ServerSession, request_id: str, path: RequestPath) -> None:
+        try:
+            await path.run()
+        except Exception:
+            log.exception("a request's path is broken", request_id=request_id)
+            message = "the router failed; its log has the cause"
+            session.send([terminal.failed(request_id, pb.ERROR_CODE_INTERNAL, message)])
+
+    def _forget(self, key: RequestKey) -> None:
+        del self._running[key]
+        self._metrics.open_requests.set(len(self._running))
