@@ -283,7 +283,7 @@ class EngineCore:
         return Request(
             request_id=message.request_id,
             prompt_token_ids=message.prompt_token_ids,
-            output_token_ids=message.output_token_ids,
+            output_token_ids=list(message.output_token_ids),
             sampling=message.sampling,
             arrival_s=now_s,
             deadline_s=now_s + message.timeout_s,

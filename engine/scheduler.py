@@ -1,7 +1,7 @@
 """What the next step computes, and what its results mean for each request.
 
 No phases: each step hands out a budget of tokens, and each request's ``num_computed_tokens`` chases its ``num_tokens``.
-A decode is a chunk of one token. Blocks for all known tokens are taken at admission, then one by one as a request grows.
+A decode is a chunk of one token. Blocks for all known tokens are taken at admission, later ones one by one.
 
     order of a step:  running (decodes, then unfinished prefills) -> preempted -> waiting, until the budget, the seats
                       (max_num_seqs) or the blocks run out; requests of P then ask for tickets, one step ahead
@@ -275,7 +275,7 @@ class Scheduler:
             self._stuck = False
 
     def _admit_next(self, now_s: float) -> Request | None:
-        """The next request in order gets its blocks and runs. None: it and all behind it must wait, or none is there."""
+        """The next request in order gets its blocks and runs. None: it and all behind it must wait."""
         while queue := self.preempted or self.waiting:
             request = queue.head()
             cached, blocks = self._match(request)
