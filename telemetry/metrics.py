@@ -197,6 +197,11 @@ class GatewayMetrics:
             "vllm:request_success", "Requests that ended, by reason", [*model, "finished_reason"], registry=registry
         )
         self.failures = Counter("pdserve_failures", "Requests that ended with an error", ["code"], registry=registry)
+        self.http_requests = Counter(
+            "pdserve_http_requests", "Answers, by endpoint and status", ["endpoint", "status"], registry=registry
+        )
+        self.aborts = Counter("pdserve_aborts", "Requests aborted here, by reason", ["reason"], registry=registry)
+        self.resumes = Counter("pdserve_resumes", "Requests opened again with their tokens so far", registry=registry)
         self.open_requests = Gauge("pdserve_open_requests", "Requests that have not ended", registry=registry)
         self.prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens", model, registry=registry)
         self.generation_tokens = Counter("vllm:generation_tokens", "Tokens generated", model, registry=registry)

@@ -1,0 +1,97 @@
+"""``python -m gateway``: reads the settings, loads tokenizer and template, serves HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import structlog
+import typer
+import uvicorn
+
+from gateway.app import create_app
+from gateway.config import GatewayConfig
+from gateway.model import load_model
+from pdserve.model_store import ModelUnavailableError, resolve_model
+from telemetry import logs
+
+SHUTDOWN_TIMEOUT_S = 10
+BACKLOG = 2048
+PEER_STALL_TIMEOUT_MS = 60_000
+"""The kernel drops a connection whose peer takes nothing for so long."""
+
+log = structlog.get_logger()
+
+
+class AnnouncingServer(uvicorn.Server):
+    """Says on the log when it listens, and where."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and sockets:
+            host, port = sockets[0].getsockname()[:2]
+            log.info("ready", host=host, port=port)
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Model directory or name.")],
+    router: Annotated[str, typer.Option(help="HOST:PORT of each router, with commas between them.")],
+    served_model_name: Annotated[str | None, typer.Option(help="The name that clients use.")] = None,
+    host: Annotated[str, typer.Option()] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one; the ready line names it.")] = 8000,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + output, in tokens.")] = None,
+    default_timeout_s: Annotated[float, typer.Option(help="Deadline of requests that bring none.")] = 600.0,
+    max_requests: Annotated[int, typer.Option(help="Requests at a time; more are answered 429.")] = 4096,
+) -> None:
+    """Serve the OpenAI API for one model."""
+    logs.set_up("gateway")
+    try:
+        config = GatewayConfig(
+            model=model,
+            served_model_name=served_model_name or Path(model).name,
+            routers=tuple(address.strip() for address in router.split(",") if address.strip()),
+            host=host,
+            port=port,
+            max_model_len=max_model_len,
+            default_timeout_s=default_timeout_s,
+            max_requests=max_requests,
+        )
+        served = load_model(resolve_model(config.model), config.served_model_name, config.max_model_len)
+        with listening(config.host, config.port) as listener:
+            server = AnnouncingServer(
+                uvicorn.Config(
+                    create_app(config, served),
+                    log_config=None,
+                    access_log=False,
+                    ws="none",
+                    timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
+                )
+            )
+            server.run(sockets=[listener])
+    except (ValueError, OSError, ModelUnavailableError) as error:
+        log.error("cannot start", reason=str(error))
+        sys.exit(1)
+
+
+@contextlib.contextmanager
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    """A listening socket. Raises OSError, with the remedy, when it cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, PEER_STALL_TIMEOUT_MS)
+        try:
+            listener.bind((host, port))
+            listener.listen(BACKLOG)
+        except OSError as error:
+            raise OSError(f"cannot listen on {host}:{port} ({error.strerror}): choose another --port") from error
+        yield listener
+
+
+if __name__ == "__main__":
+    typer.run(main)

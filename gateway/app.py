@@ -1,0 +1,152 @@
+"""The HTTP surface: routes, and what each of them calls.
+
+POST /v1/chat/completions  chat.py          GET /health   503 while no request could be served
+POST /v1/completions       completions.py   GET /live     the event loop turns
+GET  /v1/models[/{id}]     here             GET /metrics  Prometheus
+POST /tokenize /detokenize tokenize.py      GET /debug/requests/{x-request-id}  records.py
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.chat import chat_completions
+from gateway.completions import completions
+from gateway.config import GatewayConfig
+from gateway.errors import GatewayError
+from gateway.http import JsonResponse, RequestGuard, error_response
+from gateway.model import ServedModel
+from gateway.records import RecentRequests
+from gateway.routers import RouterPool
+from gateway.serving import Gateway
+from gateway.text import TextWorker
+from gateway.tokenize import detokenize, tokenize
+from telemetry.metrics import GatewayMetrics
+
+GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+
+
+def create_app(config: GatewayConfig, model: ServedModel) -> FastAPI:
+    """The application; it opens its router sessions when it starts and closes them when it ends."""
+    registry = CollectorRegistry()
+    metrics = GatewayMetrics(registry)
+    gateway = Gateway(
+        config=config,
+        model=model,
+        text=TextWorker(model, config.tokenizer_threads),
+        routers=RouterPool(config.routers, config.router_wait_s),
+        metrics=metrics,
+        recent=RecentRequests(config.recent_requests),
+    )
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await gateway.routers.start()
+        try:
+            yield
+        finally:
+            await gateway.routers.close()
+            gateway.text.close()
+
+    app = FastAPI(title="pdserve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(
+        RequestGuard,
+        limited_paths=GENERATING_PATHS,
+        max_requests=config.max_requests,
+        on_open=metrics.open_requests.set,
+        on_answer=lambda path, status: metrics.http_requests.labels(path, str(status)).inc(),
+    )
+    app.add_exception_handler(GatewayError, _on_gateway_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    _add_openai_routes(app, gateway)
+    _add_operator_routes(app, gateway, registry)
+    return app
+
+
+def _add_openai_routes(app: FastAPI, gateway: Gateway) -> None:
+    created = int(time.time())
+
+    def model_object() -> dict[str, object]:
+        model = gateway.model
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": created,
+            "owned_by": "pdserve",
+            "max_model_len": model.max_model_len,
+        }
+
+    @app.post("/v1/chat/completions")
+    async def post_chat_completions(request: Request) -> Response:
+        return await chat_completions(gateway, request)
+
+    @app.post("/v1/completions")
+    async def post_completions(request: Request) -> Response:
+        return await completions(gateway, request)
+
+    @app.get("/v1/models")
+    async def get_models() -> Response:
+        return JsonResponse({"object": "list", "data": [model_object()]})
+
+    @app.get("/v1/models/{model_id:path}")
+    async def get_model(model_id: str) -> Response:
+        gateway.check_model(model_id)
+        return JsonResponse(model_object())
+
+    @app.post("/tokenize")
+    async def post_tokenize(request: Request) -> Response:
+        return await tokenize(gateway, request)
+
+    @app.post("/detokenize")
+    async def post_detokenize(request: Request) -> Response:
+        return await detokenize(gateway, request)
+
+
+def _add_operator_routes(app: FastAPI, gateway: Gateway, registry: CollectorRegistry) -> None:
+    @app.get("/health")
+    async def get_health() -> Response:
+        reason = gateway.routers.not_ready_reason
+        if reason is None:
+            return JsonResponse({"status": "ready"})
+        return JsonResponse({"status": "not_ready", "reason": reason}, status_code=503)
+
+    @app.get("/live")
+    async def get_live() -> Response:
+        return JsonResponse({"status": "live"})
+
+    @app.get("/metrics")
+    async def get_metrics() -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/debug/requests/{request_id:path}")
+    async def get_request_record(request_id: str) -> Response:
+        record = gateway.recent.get(request_id)
+        if record is None:
+            raise GatewayError(
+                404,
+                f"no recent request has the x-request-id {request_id!r}; the last {gateway.config.recent_requests} "
+                "are kept",
+                code="not_found",
+            )
+        return JsonResponse(record.view())
+
+
+async def _on_gateway_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, GatewayError)
+    return error_response(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods, as OpenAI error objects."""
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return error_response(GatewayError(error.status_code, message, code=code))

@@ -1,0 +1,58 @@
+"""Settings of one gateway, read once in ``__main__``. What is measured or read from the model lives in ``model.py``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """Every limit has its unit in its name; a wrong value is an error that names the remedy."""
+
+    model: str
+    """Model directory, or a name that ``pdserve.model_store`` resolves."""
+    served_model_name: str
+    routers: tuple[str, ...]
+    """host:port of each router; the first alive one is used."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_model_len: int | None = None
+    """None: what the model's config says."""
+    default_timeout_s: float = 600.0
+    """Deadline of a request that brings none."""
+    max_timeout_s: float = 3600.0
+    """Longest deadline a request may ask for."""
+    max_requests: int = 4096
+    """HTTP requests that generate at the same time; more are answered 429."""
+    max_choices: int = 128
+    """Prompts x n of one HTTP request."""
+    max_body_bytes: int = 16 << 20
+    max_stream_buffer_bytes: int = 1 << 20
+    """Bytes of one stream that its client has not read; more end the request as slow_consumer."""
+    send_timeout_s: float = 30.0
+    """How long a client may take to read what is left once its request has ended."""
+    router_wait_s: float = 5.0
+    """How long a request waits for a router session to come (back)."""
+    max_resumes: int = 3
+    """How often one choice is taken up again, on this or another router, after its session was lost."""
+    recent_requests: int = 1024
+    """Finished requests kept for /debug/requests."""
+    tokenizer_threads: int = 2
+
+    def __post_init__(self) -> None:
+        if not self.routers:
+            raise ValueError("no router given: use --router HOST:PORT[,HOST:PORT]")
+        for address in self.routers:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdigit():
+                raise ValueError(f"router address {address!r} is not HOST:PORT: use --router 127.0.0.1:PORT")
+        if not 0 < self.default_timeout_s <= self.max_timeout_s:
+            raise ValueError(
+                f"default_timeout_s={self.default_timeout_s} must be above 0 and at most {self.max_timeout_s}: "
+                "use --default-timeout-s 600"
+            )
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ValueError(f"max_model_len={self.max_model_len} must be at least 2: leave --max-model-len out")
+        for name in ("max_requests", "max_choices", "max_body_bytes", "max_stream_buffer_bytes", "tokenizer_threads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")

@@ -1,0 +1,106 @@
+"""Where each recent request's time went: one record per HTTP request that generates, kept in a bounded LRU.
+
+    received .. tokenize .. dispatched ................................... first output ..... ended
+                              | relay + route + [worker: queue, hand-off wait, prefill, transfer] |
+Every phase is a duration on one process's clock; what no process accounts for is ``rest``, computed and shown.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from pdserve.v1 import inference_pb2 as pb
+
+PHASES = (
+    "tokenize_s",
+    "route_s",
+    "prefill_queue_s",
+    "prefill_s",
+    "handoff_wait_s",
+    "transfer_s",
+    "relay_s",
+    "rest_s",
+)
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Filled while the request runs. Times are ``time.monotonic()`` of this process."""
+
+    request_id: str
+    endpoint: str
+    response_id: str = ""
+    received_s: float = field(default_factory=time.monotonic)
+    tokenize_s: float = 0.0
+    """Parsing, templating and tokenizing."""
+    dispatched_s: float | None = None
+    first_output_s: float | None = None
+    ended_s: float | None = None
+    outcome: str = "running"
+    """stop | length | an error's code | client (gone)."""
+    worker_phases: pb.Phases | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    sent_kv_tokens: int = 0
+    output_tokens: int = 0
+    num_choices: int = 0
+    resumes: int = 0
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_output_s is None else self.first_output_s - self.received_s
+
+    def phases(self) -> dict[str, float]:
+        """They add up to ``ttft_s``. Empty before the first output."""
+        if self.first_output_s is None or self.dispatched_s is None or self.worker_phases is None:
+            return {}
+        worker, ttft_s = self.worker_phases, self.first_output_s - self.received_s
+        phases = {
+            "tokenize_s": self.tokenize_s,
+            "route_s": worker.route_s,
+            "prefill_queue_s": worker.prefill_queue_s,
+            "prefill_s": worker.prefill_s,
+            "handoff_wait_s": worker.handoff_wait_s,
+            "transfer_s": worker.transfer_s,
+            # Both hops: gateway to router and back, router to worker and back.
+            "relay_s": max(self.first_output_s - self.dispatched_s - worker.route_s - worker.worker_s, 0.0),
+        }
+        return phases | {"rest_s": ttft_s - sum(phases.values())}
+
+    def view(self) -> dict[str, Any]:
+        """As /debug/requests shows it."""
+        return {
+            "request_id": self.request_id,
+            "response_id": self.response_id,
+            "endpoint": self.endpoint,
+            "outcome": self.outcome,
+            "phases": self.phases(),
+            "ttft_s": self.ttft_s,
+            "e2e_s": None if self.ended_s is None else self.ended_s - self.received_s,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "sent_kv_tokens": self.sent_kv_tokens,
+            "output_tokens": self.output_tokens,
+            "choices": self.num_choices,
+            "resumes": self.resumes,
+        }
+
+
+class RecentRequests:
+    """The last ``limit`` records by request id; a repeated id replaces the older record."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+
+    def add(self, record: RequestRecord) -> None:
+        self._records.pop(record.request_id, None)
+        self._records[record.request_id] = record
+        while len(self._records) > self._limit:
+            self._records.popitem(last=False)
+
+    def get(self, request_id: str) -> RequestRecord | None:
+        return self._records.get(request_id)

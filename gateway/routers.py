@@ -1,0 +1,158 @@
+"""The gateway's sessions to the routers, and one generation's way over them.
+
+Owns which router is used (the first alive one) and the resume: when a session is lost, or a worker in the middle of an
+output, the same request is opened again with the tokens so far and the same pinned seed, so the client sees one
+unbroken output. A failure that the router reports before it sent a token is final: the router has retried it already.
+
+    acquire -> open -> outputs -> finish
+       ^                  | lost, resumes left
+       +------------------+
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Sequence
+
+from gateway.errors import GatewayError, deadline_exceeded, from_failure, router_unavailable
+from pdserve.identity import new_identity
+from pdserve.session import Handle, Session
+from pdserve.v1 import inference_pb2 as pb
+
+
+class RouterPool:
+    """One session per router; each reconnects by itself."""
+
+    def __init__(self, addresses: Sequence[str], wait_s: float) -> None:
+        self._addresses = addresses
+        self._wait_s = wait_s
+        self._sessions: list[Session] = []
+        self._changed = asyncio.Event()
+
+    async def start(self) -> None:
+        identity = new_identity("gateway", f"gateway-{uuid.uuid4().hex[:12]}")
+        self._sessions = [Session.start(address, identity, self._on_change) for address in self._addresses]
+
+    async def close(self) -> None:
+        await asyncio.gather(*(session.close() for session in self._sessions))
+
+    @property
+    def alive(self) -> list[Session]:
+        """Sessions that can take requests, best first."""
+        alive = [session for session in self._sessions if session.alive]
+        return sorted(alive, key=lambda session: session.draining)
+
+    @property
+    def not_ready_reason(self) -> str | None:
+        """Why no request could be served now; None when one could."""
+        alive = self.alive
+        if not alive:
+            return f"no router answers at {', '.join(self._addresses)}"
+        if not any(session.load.total_blocks for session in alive):
+            return "the router has no workers yet"
+        return None
+
+    async def acquire(self) -> Session:
+        """The session to use now; waits a bounded time for one to come back. Raises GatewayError."""
+        if alive := self.alive:
+            return alive[0]
+        try:
+            async with asyncio.timeout(self._wait_s):
+                while not (alive := self.alive):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise router_unavailable(f"no router answers at {', '.join(self._addresses)}") from None
+        return alive[0]
+
+    def _on_change(self, session: Session) -> None:
+        self._changed.set()
+
+
+class Generation:
+    """One choice, opened on a router until it ends. ``request`` is the template of every attempt."""
+
+    def __init__(
+        self,
+        request: pb.GenerateRequest,
+        *,
+        deadline_s: float,
+        timeout_s: float,
+        max_resumes: int,
+        on_abort: Callable[[str], None],
+    ) -> None:
+        self.resumes = 0
+        self._request = request
+        self._deadline_s = deadline_s  # on the event loop's clock
+        self._timeout_s = timeout_s
+        self._max_resumes = max_resumes
+        self._on_abort = on_abort
+        self._output_so_far: list[int] = []
+
+    async def run(self, routers: RouterPool, on_output: Callable[[pb.Output], bool]) -> None:
+        """Hand every output to ``on_output`` until the last one, or until it answers False: then the request is
+        aborted ("stop"). The caller bounds the time. Raises GatewayError; cancelled, it aborts the request."""
+        while True:
+            session = await routers.acquire()
+            connects, had_tokens = session.connects_total, len(self._output_so_far)
+            failure = await self._attempt(session, on_output)
+            if failure is None:
+                return
+            if failure.code == pb.ERROR_CODE_DEADLINE_EXCEEDED:
+                raise deadline_exceeded(self._timeout_s)
+            session_lost = not session.alive or session.connects_total != connects
+            made_progress = len(self._output_so_far) > had_tokens
+            is_lost = failure.code in (pb.ERROR_CODE_WORKER_LOST, pb.ERROR_CODE_HANDOFF_FAILED) and failure.retryable
+            if not is_lost or not (session_lost or made_progress) or self.resumes >= self._max_resumes:
+                raise from_failure(failure)
+            self.resumes += 1
+            if len(self._output_so_far) >= self._request.sampling.max_tokens:  # only the finish was lost
+                on_output(pb.Output(finish=pb.Finish(reason=pb.FINISH_REASON_LENGTH)))
+                return
+
+    async def _attempt(self, session: Session, on_output: Callable[[pb.Output], bool]) -> pb.Failure | None:
+        """One try on one session: None when the choice ended, else why not."""
+        handle = session.open(self._next_request())
+        reason = "client"
+        try:
+            async for output in handle:
+                if output.HasField("finish") and (failure := _failure(output.finish)) is not None:
+                    return failure
+                self._output_so_far.extend(output.token_ids)
+                if not on_output(output) and not output.HasField("finish"):
+                    reason = "stop"
+                    return None
+            return None
+        except GatewayError as error:
+            reason = error.code or reason
+            raise
+        finally:
+            self._abort_open(handle, reason)
+
+    def _next_request(self) -> pb.GenerateRequest:
+        request = pb.GenerateRequest()
+        request.CopyFrom(self._request)
+        if self.resumes:
+            request.request_id = f"{request.request_id}+{self.resumes}"
+        request.output_so_far.extend(self._output_so_far)
+        request.timeout_s = max(self._deadline_s - asyncio.get_running_loop().time(), 0.001)
+        return request
+
+    def _abort_open(self, handle: Handle, reason: str) -> None:
+        if handle.finish is None:
+            if reason == "client" and asyncio.get_running_loop().time() >= self._deadline_s:
+                reason = "deadline"
+            handle.abort(reason)
+            self._on_abort(reason)
+
+
+def _failure(finish: pb.Finish) -> pb.Failure | None:
+    """Why the request did not end by itself; None when it did."""
+    if finish.reason in (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH):
+        return None
+    if finish.reason == pb.FINISH_REASON_TIMEOUT:
+        return pb.Failure(code=pb.ERROR_CODE_DEADLINE_EXCEEDED)
+    if finish.reason == pb.FINISH_REASON_ABORT:
+        return pb.Failure(code=pb.ERROR_CODE_ABORTED, message=finish.failure.message or "the request was aborted")
+    return finish.failure

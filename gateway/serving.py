@@ -1,0 +1,333 @@
+"""One HTTP request that generates: from its choices to a whole answer or a stream of events.
+
+Owns the request's deadline, its record and its metrics, runs all choices at once, and ends them all when one fails, the
+deadline passes or the client goes. What the JSON looks like is the endpoint's ``AnswerFormat``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import structlog
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.choice import ChoiceDecoder, Delta, PlacedToken
+from gateway.config import GatewayConfig
+from gateway.errors import GatewayError, deadline_exceeded, invalid
+from gateway.http import CLIENT_GONE, JsonResponse, read_body, request_timeout_s, run_until_disconnect
+from gateway.model import ServedModel
+from gateway.openai import SamplingFields, StrictModel, parse, read_json
+from gateway.records import RecentRequests, RequestRecord
+from gateway.routers import Generation, RouterPool
+from gateway.sampling import choice_seed, prompt_seed
+from gateway.sse import DONE, EventSink, EventStream, event
+from gateway.text import INLINE_BYTES, TextWorker
+from pdserve.v1 import inference_pb2 as pb
+from telemetry.metrics import GatewayMetrics
+
+Schema = TypeVar("Schema", bound=StrictModel)
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """What every request uses."""
+
+    config: GatewayConfig
+    model: ServedModel
+    text: TextWorker
+    routers: RouterPool
+    metrics: GatewayMetrics
+    recent: RecentRequests
+
+    def check_model(self, name: str | None) -> None:
+        """Raises GatewayError for a model that is not served here."""
+        if name is not None and name != self.model.name:
+            raise GatewayError(
+                404,
+                f"The model {name!r} does not exist: this server has {self.model.name!r}.",
+                code="model_not_found",
+                param="model",
+            )
+
+    def check_choices(self, num_choices: int) -> None:
+        """Raises GatewayError for more choices than one request may have."""
+        if num_choices > self.config.max_choices:
+            raise invalid(
+                f"prompts x n is {num_choices}: at most {self.config.max_choices} choices in one request", "n"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of a request, ready to be sent."""
+
+    token_ids: Sequence[int]
+    sampling: pb.SamplingParams
+    text: str = ""
+    """Only where it is to be echoed."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """One output of one prompt, and what came of it."""
+
+    index: int
+    prompt: Prompt
+    decoder: ChoiceDecoder
+    generation: Generation
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PlacedToken] = field(default_factory=list)
+    cached_tokens: int | None = None
+    last_output_s: float | None = None
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.decoder.finish_reason
+
+    def keep(self, delta: Delta) -> None:
+        """For an answer that is sent whole."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+
+
+class AnswerFormat(Protocol):
+    """How an endpoint writes answers."""
+
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
+        """The first chunk of a choice, if it has one of its own."""
+
+    def chunks(self, choice: Choice, delta: Delta) -> Iterator[dict[str, Any]]:
+        """A delta as stream chunks: none when there is nothing to show."""
+
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """The chunk that carries the usage."""
+
+    def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
+        """The answer that is not streamed."""
+
+
+class Call:
+    """One HTTP request. Made by an endpoint, which reads the body, makes the prompts, then answers."""
+
+    def __init__(self, gateway: Gateway, request: Request, endpoint: str, id_prefix: str) -> None:
+        config = gateway.config
+        self.gateway = gateway
+        self.response_id = f"{id_prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self._request = request
+        self._timeout_s = request_timeout_s(request, config.default_timeout_s, config.max_timeout_s)
+        self._deadline_s = asyncio.get_running_loop().time() + self._timeout_s
+        self._record = RequestRecord(request.state.request_id, endpoint, self.response_id)
+
+    async def read(self, schema: type[Schema]) -> Schema:
+        """The request's body. Raises GatewayError."""
+        body = await read_body(self._request, self.gateway.config.max_body_bytes)
+        return await self.gateway.text.run(len(body) <= INLINE_BYTES, lambda: parse(schema, read_json(body)))
+
+    def choices(self, request: SamplingFields, prompts: Sequence[Prompt]) -> list[Choice]:
+        """n choices for each prompt, in the API's order. The choices of one prompt share a group, so that they run on
+        the same workers and share the prompt's KV."""
+        n = request.n or 1
+        choices: list[Choice] = []
+        for p, prompt in enumerate(prompts):
+            seed = prompt_seed(request.seed)
+            for i in range(n):
+                prompt.sampling.seed = choice_seed(seed, i)
+                choices.append(self._choice(p * n + i, f"{self.response_id}/{p}" if n > 1 else "", request, prompt))
+        return choices
+
+    async def answer(self, request: SamplingFields, choices: Sequence[Choice], answer_format: AnswerFormat) -> Response:
+        """The HTTP response, whole or streamed."""
+        record = self._record
+        record.tokenize_s = time.monotonic() - record.received_s
+        record.prompt_tokens = sum(len(prompt.token_ids) for prompt in _prompts(choices))
+        record.num_choices = len(choices)
+        self.gateway.recent.add(record)
+        if request.stream:
+
+            async def produce(sink: EventSink) -> None:
+                await self._stream(choices, answer_format, sink, request.include_usage)
+
+            config = self.gateway.config
+            return EventStream(
+                produce, max_buffer_bytes=config.max_stream_buffer_bytes, send_timeout_s=config.send_timeout_s
+            )
+        answer = await run_until_disconnect(self._request, self._whole(choices, answer_format))
+        return Response(status_code=CLIENT_GONE) if answer is None else JsonResponse(answer)
+
+    async def _whole(self, choices: Sequence[Choice], answer_format: AnswerFormat) -> dict[str, Any]:
+        with self._recorded(choices):
+            await self._run_all(choices, Choice.keep)
+        return answer_format.whole(choices, usage(choices))
+
+    async def _stream(
+        self, choices: Sequence[Choice], answer_format: AnswerFormat, sink: EventSink, include_usage: bool
+    ) -> None:
+        opened: set[int] = set()
+
+        def write(chunk: dict[str, Any]) -> None:
+            sink.write(event({**chunk, "usage": None} if include_usage else chunk))
+
+        def on_delta(choice: Choice, delta: Delta) -> None:
+            if choice.index not in opened:
+                opened.add(choice.index)
+                if (opening := answer_format.opening(choice)) is not None:
+                    write(opening)
+            for chunk in answer_format.chunks(choice, delta):
+                write(chunk)
+
+        with self._recorded(choices):
+            await self._run_all(choices, on_delta)
+        if include_usage:
+            sink.write(event(answer_format.usage_chunk(usage(choices))))
+        sink.write(DONE)
+
+    async def _run_all(self, choices: Sequence[Choice], on_delta: Callable[[Choice, Delta], None]) -> None:
+        """All choices to their end. The first failure, the deadline or a cancel ends them all. Raises GatewayError."""
+        self._record.dispatched_s = time.monotonic()
+        tasks = [asyncio.create_task(self._run(choice, on_delta)) for choice in choices]
+        try:
+            async with asyncio.timeout_at(self._deadline_s):
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        except TimeoutError:
+            raise deadline_exceeded(self._timeout_s) from None
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, choice: Choice, on_delta: Callable[[Choice, Delta], None]) -> None:
+        def on_output(output: pb.Output) -> bool:
+            self._observe(choice, output)
+            delta = choice.decoder.push(output)
+            on_delta(choice, delta)
+            return delta.finish_reason is None
+
+        if choice.prompt.sampling.max_tokens == 0:  # only the prompt was asked for
+            on_output(pb.Output(finish=pb.Finish(reason=pb.FINISH_REASON_LENGTH)))
+        else:
+            await choice.generation.run(self.gateway.routers, on_output)
+
+    def _choice(self, index: int, group: str, request: SamplingFields, prompt: Prompt) -> Choice:
+        config, metrics = self.gateway.config, self.gateway.metrics
+        template = pb.GenerateRequest(
+            request_id=f"{self.response_id}/{index}",
+            prompt_token_ids=prompt.token_ids,
+            sampling=prompt.sampling,
+            cache_salt=request.cache_salt or "",
+            priority=request.priority,
+            group=group,
+        )
+        generation = Generation(
+            template,
+            deadline_s=self._deadline_s,
+            timeout_s=self._timeout_s,
+            max_resumes=config.max_resumes,
+            on_abort=lambda reason: metrics.aborts.labels(reason).inc(),
+        )
+        decoder = ChoiceDecoder(
+            self.gateway.model.tokenizer,
+            prompt.token_ids,
+            stop=request.stop_strings,
+            min_tokens=request.min_tokens,
+            skip_special_tokens=request.skip_special_tokens,
+        )
+        return Choice(index, prompt, decoder, generation)
+
+    def _observe(self, choice: Choice, output: pb.Output) -> None:
+        """Times and counts of one output."""
+        if not output.token_ids:
+            return
+        now_s, record = time.monotonic(), self._record
+        metrics, name = self.gateway.metrics, self.gateway.model.name
+        if record.first_output_s is None:
+            record.first_output_s = now_s
+            record.worker_phases = output.phases
+            record.sent_kv_tokens = output.sent_kv_tokens
+            metrics.time_to_first_token.labels(name).observe(now_s - record.received_s)
+        if choice.cached_tokens is None:
+            choice.cached_tokens = output.cached_tokens
+        if choice.last_output_s is not None:
+            metrics.inter_token_latency.labels(name).observe(now_s - choice.last_output_s)
+        choice.last_output_s = now_s
+
+    @contextmanager
+    def _recorded(self, choices: Sequence[Choice]) -> Iterator[None]:
+        """Close the record, and count, however the request ends."""
+        outcome = "client"
+        try:
+            yield
+            outcome = "stop" if any(choice.finish_reason == "stop" for choice in choices) else "length"
+        except GatewayError as error:
+            outcome = error.code or "error"
+            self.gateway.metrics.failures.labels(outcome).inc()
+            raise
+        except Exception:
+            outcome = "internal_error"
+            self.gateway.metrics.failures.labels(outcome).inc()
+            raise
+        finally:
+            self._close_record(choices, outcome)
+
+    def _close_record(self, choices: Sequence[Choice], outcome: str) -> None:
+        record, metrics, name = self._record, self.gateway.metrics, self.gateway.model.name
+        record.ended_s = time.monotonic()
+        record.outcome = outcome
+        record.output_tokens = sum(choice.decoder.num_tokens for choice in choices)
+        record.cached_tokens = cached_tokens(choices)
+        record.resumes = sum(choice.generation.resumes for choice in choices)
+        metrics.requests_finished.labels(name, outcome).inc()
+        metrics.resumes.inc(record.resumes)
+        metrics.prompt_tokens.labels(name).inc(record.prompt_tokens)
+        metrics.generation_tokens.labels(name).inc(record.output_tokens)
+        metrics.cached_tokens.labels(name).inc(record.cached_tokens)
+        if outcome not in ("stop", "length"):
+            log.info("request ended", request_id=record.request_id, outcome=outcome)
+            return
+        e2e_s = record.ended_s - record.received_s
+        metrics.e2e_latency.labels(name).observe(e2e_s)
+        metrics.request_prompt_tokens.labels(name).observe(record.prompt_tokens)
+        metrics.request_generation_tokens.labels(name).observe(record.output_tokens)
+        if phases := record.phases():
+            metrics.observe_phases(name, {phase.removesuffix("_s"): value for phase, value in phases.items()})
+        if record.ttft_s is not None and len(choices) == 1 and record.output_tokens > 1:
+            per_token_s = (e2e_s - record.ttft_s) / (record.output_tokens - 1)
+            metrics.time_per_output_token.labels(name).observe(per_token_s)
+
+
+def cached_tokens(choices: Sequence[Choice]) -> int:
+    """Prompt tokens that nobody had to compute for this request: choices of one prompt share it, so their least."""
+    least: dict[int, int] = {}
+    for choice in choices:
+        key = id(choice.prompt)
+        cached = choice.cached_tokens or 0
+        least[key] = min(least.get(key, cached), cached)
+    return sum(least.values())
+
+
+def usage(choices: Sequence[Choice]) -> dict[str, Any]:
+    """What is billed: each prompt once, and every token generated."""
+    prompt_tokens = sum(len(prompt.token_ids) for prompt in _prompts(choices))
+    completion_tokens = sum(choice.decoder.num_tokens for choice in choices)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens(choices)},
+    }
+
+
+def _prompts(choices: Sequence[Choice]) -> list[Prompt]:
+    return list({id(choice.prompt): choice.prompt for choice in choices}.values())
