@@ -1,0 +1,196 @@
+"""A worker without an engine: answers as a prefill or decode worker would, with tokens that can be foretold.
+
+Runs inside a test (``FakeWorker``) or as a process of its own (``python -m tests.services.fake_worker``) that a test
+can kill or stop; then it writes one JSON line per event to its standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import grpc
+
+from pdserve import terminal
+from pdserve.channel import serve
+from pdserve.identity import new_identity
+from pdserve.session_server import ServerSession, SessionServer
+from pdserve.v1 import inference_pb2 as pb
+from registry import RegistryUnavailable, WorkerRecord, WorkerRegistry
+
+LEASE_S = 2.0
+
+
+def token_at(prompt_token_ids: list[int], position: int) -> int:
+    """The token at an output position: what every worker would draw."""
+    return (sum(prompt_token_ids) * 31 + position * 7) % 50_000
+
+
+@dataclass
+class Behaviour:
+    """How the worker answers."""
+
+    first_token_s: float = 0.0
+    """Decode: until the first token. Prefill: until the terminal output."""
+    token_interval_s: float = 0.0
+    silent: bool = False
+    """Take requests and never answer."""
+    fail_code: str = ""
+    """End each request with this error, after ``first_token_s``."""
+    fail_retryable: bool = True
+    fail_after_tokens: int = 0
+
+
+@dataclass
+class FakeWorker:
+    """``start`` it, ``stop`` it. ``opened`` and ``aborted`` are what it was asked."""
+
+    worker_id: str
+    role: str
+    redis_url: str = ""
+    """Empty: it does not register."""
+    fingerprint: str = "model-a"
+    pool_tokens: int = 10_000
+    behaviour: Behaviour = field(default_factory=Behaviour)
+    on_event: Callable[[dict[str, object]], None] = lambda event: None
+    opened: list[pb.GenerateRequest] = field(default_factory=list)
+    aborted: list[tuple[str, str]] = field(default_factory=list)
+    lost: list[list[str]] = field(default_factory=list)
+
+    async def start(self, port: int = 0) -> str:
+        self.tasks: dict[tuple[ServerSession, str], asyncio.Task[None]] = {}
+        self.identity = new_identity(self.role, self.worker_id)
+        self.sessions = SessionServer(self.identity, self, load=self.load)
+        self.server: grpc.aio.Server
+        self.server, self.port = await serve([self.sessions], "127.0.0.1", port)
+        self.address = self.identity.address = f"127.0.0.1:{self.port}"
+        self.lease = asyncio.create_task(self._keep_lease()) if self.redis_url else None
+        self.on_event({"event": "ready", "port": self.port})
+        return self.address
+
+    async def stop(self) -> None:
+        if self.lease is not None:
+            self.lease.cancel()
+            await asyncio.gather(self.lease, return_exceptions=True)
+        await self.sessions.close()
+        await self.server.stop(0.5)
+        for task in self.tasks.values():
+            task.cancel()
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+
+    @property
+    def record(self) -> WorkerRecord:
+        return WorkerRecord(
+            worker_id=self.worker_id,
+            role=self.role,
+            address=self.address,
+            incarnation=self.identity.incarnation,
+            fingerprint=self.fingerprint,
+            model="fake",
+            max_model_len=8192,
+            pool_tokens=self.pool_tokens,
+            hash_block_tokens=16,
+        )
+
+    def load(self) -> pb.Load:
+        return pb.Load(running=len(self.tasks), total_blocks=100, free_blocks=100)
+
+    def open(self, session: ServerSession, request: pb.GenerateRequest) -> None:
+        self.opened.append(request)
+        self.on_event(
+            {
+                "event": "open",
+                "request_id": request.request_id,
+                "side": request.handoff.side,
+                "output_so_far": len(request.output_so_far),
+            }
+        )
+        key = (session, request.request_id)
+        self.tasks[key] = asyncio.create_task(self._answer(session, request))
+        self.tasks[key].add_done_callback(lambda _: self.tasks.pop(key))
+
+    def abort(self, session: ServerSession, request_id: str, reason: str) -> None:
+        self.aborted.append((request_id, reason))
+        self.on_event({"event": "abort", "request_id": request_id, "reason": reason})
+        if (task := self.tasks.get((session, request_id))) is not None:
+            task.cancel()
+
+    def session_lost(self, session: ServerSession, request_ids: list[str]) -> None:
+        self.lost.append(request_ids)
+        self.on_event({"event": "session_lost", "request_ids": request_ids})
+        for request_id in request_ids:
+            if (task := self.tasks.get((session, request_id))) is not None:
+                task.cancel()
+
+    async def _answer(self, session: ServerSession, request: pb.GenerateRequest) -> None:
+        behaviour, request_id = self.behaviour, request.request_id
+        if behaviour.silent:
+            await asyncio.Event().wait()
+        await asyncio.sleep(behaviour.first_token_s)
+        if behaviour.fail_code and not behaviour.fail_after_tokens:
+            session.send([self._failure(request_id)])
+            return
+        if request.handoff.side == pb.Handoff.SIDE_SEND:
+            finish = pb.Finish(reason=pb.FINISH_REASON_LENGTH)
+            session.send([pb.Output(request_id=request_id, finish=finish, cached_tokens=3)])
+            return
+        first = len(request.output_so_far)
+        for position in range(first, request.sampling.max_tokens):
+            output = pb.Output(request_id=request_id, token_ids=[token_at(request.prompt_token_ids, position)])
+            if position == first:
+                output.phases.prefill_s = 0.25
+                output.cached_tokens = 3
+            if position == request.sampling.max_tokens - 1:
+                output.finish.reason = pb.FINISH_REASON_LENGTH
+            session.send([output])
+            if behaviour.fail_code and position - first + 1 >= behaviour.fail_after_tokens:
+                session.send([self._failure(request_id)])
+                return
+            await asyncio.sleep(behaviour.token_interval_s)
+
+    def _failure(self, request_id: str) -> pb.Output:
+        code = pb.ErrorCode.Value(self.behaviour.fail_code)
+        return terminal.failed(request_id, code, "as told", retryable=self.behaviour.fail_retryable, retry_after_s=0.5)
+
+    async def _keep_lease(self) -> None:
+        registry = WorkerRegistry(self.redis_url)
+        try:
+            while True:
+                with contextlib.suppress(RegistryUnavailable):
+                    await registry.heartbeat(self.record, LEASE_S)
+                await asyncio.sleep(0.2)
+        finally:
+            await registry.close()
+
+
+def _print_event(event: dict[str, object]) -> None:
+    print(json.dumps(event), flush=True)
+
+
+async def _serve(arguments: argparse.Namespace) -> None:
+    worker = FakeWorker(
+        arguments.worker_id,
+        arguments.role,
+        arguments.redis,
+        behaviour=Behaviour(arguments.first_token_s, arguments.token_interval_s, arguments.silent),
+        on_event=_print_event,
+    )
+    await worker.start(arguments.port)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)  # until the test closes it, or dies
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--worker-id", required=True)
+    parser.add_argument("--role", required=True)
+    parser.add_argument("--redis", default="")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--first-token-s", type=float, default=0.0)
+    parser.add_argument("--token-interval-s", type=float, default=0.0)
+    parser.add_argument("--silent", action="store_true")
+    asyncio.run(_serve(parser.parse_args()))
