@@ -58,7 +58,7 @@ class Supervisor:
         """
         failed = self._start_failed = asyncio.get_running_loop().create_future()
         self._tasks = [asyncio.create_task(self._keep(spec), name=spec.name) for spec in self._specs]
-        all_ready = asyncio.gather(*(event.wait() for event in self._ready.values()))
+        all_ready = asyncio.create_task(self._wait_until_ready())
         try:
             await asyncio.wait({all_ready, failed}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -103,6 +103,10 @@ class Supervisor:
             self._changed(spec.name, ChildState.BACKOFF, f"{ending}; again in {backoff_s:g} s; log: {spec.log}")
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    async def _wait_until_ready(self) -> None:
+        for event in self._ready.values():
+            await event.wait()
 
     async def _run_once(self, spec: ChildSpec, started_s: float) -> str:
         """Start the child and wait until it ends; how it ended, in words."""

@@ -1,0 +1,63 @@
+"""The drawing of the time to the first token."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from pdserve.up.timing import PHASES, RequestTimes, bar, draw
+
+
+def body(**changes: float) -> dict[str, object]:
+    phases = dict.fromkeys(PHASES, 0.01) | {"prefill_s": 0.120, "rest_s": 0.004} | changes
+    ttft_s = sum(phases.values())
+    return {
+        "phases": phases,
+        "ttft_s": ttft_s,
+        "e2e_s": ttft_s + 0.5,
+        "output_tokens": 11,
+        "cached_tokens": 16,
+        "sent_kv_tokens": 27,
+    }
+
+
+def drawn(times: RequestTimes) -> str:
+    out = io.StringIO()
+    Console(file=out, width=100).print(draw(times))
+    return out.getvalue()
+
+
+def test_every_phase_has_a_row_with_its_time_and_share() -> None:
+    text = drawn(RequestTimes.from_json(body()))
+    for label in PHASES.values():
+        assert label in text
+    assert "Time to the first token: 184.0 ms" in text
+    assert "120.0 ms" in text
+    assert "65.2%" in text
+    assert "20.0 tokens/s" in text
+    assert "rest 2.2% of the time to the first token" in " ".join(text.split())
+
+
+def test_the_bars_lie_one_after_the_other() -> None:
+    assert bar(0.0, 1.0, 1.0) == "█" * 44
+    assert bar(0.0, 0.5, 1.0).rstrip() == "█" * 22
+    assert bar(0.5, 0.5, 1.0) == " " * 22 + "█" * 22
+    assert bar(0.0, 0.0, 1.0).strip() == ""
+    assert bar(1.0, 1e-9, 1.0).strip() != ""
+    assert all(len(bar(begin / 10, 0.37, 1.0)) == 44 for begin in range(11))
+
+
+@pytest.mark.parametrize("rest_s", [-0.004, 0.004])
+def test_rest_counts_either_way(rest_s: float) -> None:
+    times = RequestTimes.from_json(body(rest_s=rest_s))
+    assert times.rest_share == pytest.approx(0.004 / times.ttft_s)
+
+
+def test_missing_values_draw_as_nothing() -> None:
+    times = RequestTimes.from_json(
+        {"phases": {}, "ttft_s": 0, "e2e_s": None, "output_tokens": 0, "cached_tokens": None, "sent_kv_tokens": None}
+    )
+    assert times.tokens_per_s == 0.0
+    assert "0.0 ms" in drawn(times)
