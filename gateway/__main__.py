@@ -68,6 +68,7 @@ def main(
                     log_config=None,
                     access_log=False,
                     ws="none",
+                    log_level="warning",
                     timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
                 )
             )

@@ -1,8 +1,8 @@
 """Token ids to text, one token at a time, so that the pieces together are the text of all tokens.
 
-A token may end in the middle of a character. The decoder shows that as U+FFFD at the end of the text, at most three of
-them (a character has four bytes at most); these are held back until a later token decides. Some decoders also drop a
-space at the very start of a text, so decoding begins with the last tokens of the prompt.
+A token may end in the middle of a character. The decoder shows that as U+FFFD at the end of the text; what such a token
+brought is held back until a later one completes it. Some decoders also drop a space at the very start of a text, so
+decoding begins with the last tokens of the prompt.
 
     ids   ... p p p | a b c | d e        window = ids[start:], decoded at each token
               ^start          ^new       emitted = characters of the window already given out
@@ -10,7 +10,7 @@ At each clean end (nothing held back) the window moves up to the tokens since th
 and with it the cost of a token, stays constant.
 
 Known limit: decoders with byte fallback decode a whole run of byte tokens anew; when a run turns invalid after a valid
-beginning, the whole decode has more U+FFFD than the pieces together.
+beginning, the whole decode shows that beginning as U+FFFD too, the pieces do not.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from gateway.tokenizer import Tokenizer
 
 PROMPT_TAIL_TOKENS = 5
 _REPLACEMENT = "�"
-_MAX_HELD_CHARS = 3
-_MAX_WINDOW_TOKENS = 64
-"""Only invalid bytes, token after token, reach this: then what is held is given out as it is."""
+_MAX_HELD_TOKENS = 64
+"""A character has four bytes at most; only invalid bytes, token after token, reach this, and are then given out."""
 
 
 class IncrementalDetokenizer:
@@ -41,15 +40,12 @@ class IncrementalDetokenizer:
         """The text that this token decides, possibly empty."""
         self._window.append(token_id)
         text = self._decode(self._window)
-        held = min(len(text) - len(text.rstrip(_REPLACEMENT)), _MAX_HELD_CHARS) if text.endswith(_REPLACEMENT) else 0
-        if len(self._window) - self._clean > _MAX_WINDOW_TOKENS:
-            held = 0
-        piece = text[self._emitted : len(text) - held]
-        self._emitted += len(piece)
-        if held == 0:
-            del self._window[: self._clean]
-            self._clean = len(self._window)
-            self._emitted = len(self._decode(self._window))
+        if text.endswith(_REPLACEMENT) and len(self._window) - self._clean < _MAX_HELD_TOKENS:
+            return ""
+        piece = text[self._emitted :]
+        del self._window[: self._clean]
+        self._clean = len(self._window)
+        self._emitted = len(self._decode(self._window))
         return piece
 
     def flush(self) -> str:

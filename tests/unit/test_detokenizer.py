@@ -1,0 +1,86 @@
+"""Pieces of text from single tokens: together they are the decoded whole, and no piece shows half a character."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.detokenizer import IncrementalDetokenizer
+from gateway.tokenizer import Tokenizer
+from tests.unit.tiny_tokenizers import byte_fallback, byte_level
+
+BYTE_LEVEL = byte_level()
+BYTE_FALLBACK = byte_fallback()
+TOKENIZERS = [pytest.param(BYTE_LEVEL, id="byte_level"), pytest.param(BYTE_FALLBACK, id="byte_fallback")]
+TEXTS = [
+    "hello world, the ship",
+    "naïve café",
+    "你好，世界。漢字",
+    "👩‍👩‍👧 family 👍🏽 flags 🇫🇷🇯🇵",
+    "mixed 你 and 👩 and é, then plain",
+    "  leading and trailing  ",
+    "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 \U0010ffff \u0000 �",
+    "",
+]
+
+
+def pieces(tokenizer: Tokenizer, token_ids: list[int], prompt: list[int] | None = None) -> list[str]:
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt or [])
+    return [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.flush()]
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@pytest.mark.parametrize("text", TEXTS)
+def test_pieces_are_the_whole(tokenizer: Tokenizer, text: str) -> None:
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    got = pieces(tokenizer, token_ids)
+    assert "".join(got) == tokenizer.decode(token_ids, skip_special_tokens=True) == text
+    if "�" not in text:
+        assert not any("�" in piece for piece in got)
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@given(text=st.text(max_size=60))
+def test_any_text(tokenizer: Tokenizer, text: str) -> None:
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    assert "".join(pieces(tokenizer, token_ids)) == tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+@given(token_ids=st.lists(st.integers(0, BYTE_LEVEL.vocab_size - 1), max_size=60))
+def test_any_tokens_of_a_byte_level_vocabulary(token_ids: list[int]) -> None:
+    """Models may also write bytes that are no text."""
+    assert "".join(pieces(BYTE_LEVEL, token_ids)) == BYTE_LEVEL.decode(token_ids, skip_special_tokens=True)
+
+
+def test_prompt_decides_the_leading_space() -> None:
+    prompt = BYTE_FALLBACK.encode("the ship", add_special_tokens=False)
+    world = BYTE_FALLBACK.encode("world", add_special_tokens=False)
+    assert "".join(pieces(BYTE_FALLBACK, world, prompt)) == " world"
+    assert "".join(pieces(BYTE_FALLBACK, world)) == "world"
+
+
+def test_special_tokens() -> None:
+    token_ids = BYTE_LEVEL.encode("hello<|end|> world", add_special_tokens=False)
+    assert "".join(pieces(BYTE_LEVEL, token_ids)) == "hello world"
+    shown = IncrementalDetokenizer(BYTE_LEVEL, [], skip_special_tokens=False)
+    assert "".join(map(shown.push, token_ids)) == "hello<|end|> world"
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+def test_endless_invalid_bytes_are_given_out(tokenizer: Tokenizer) -> None:
+    """Nothing is held back for ever, and what comes after them is whole again."""
+    [invalid] = [i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == b"\xff"]
+    detokenizer = IncrementalDetokenizer(tokenizer, [])
+    shown = "".join(detokenizer.push(invalid) for _ in range(300))
+    assert len(shown) > 200
+    rest = "".join(map(detokenizer.push, tokenizer.encode("the ship", add_special_tokens=False)))
+    assert rest.endswith("the ship")
+
+
+def test_token_bytes() -> None:
+    for tokenizer in (BYTE_LEVEL, BYTE_FALLBACK):
+        token_ids = tokenizer.encode("hello 你 👩 é!", add_special_tokens=False)
+        assert b"".join(map(tokenizer.token_bytes, token_ids)).decode().strip() == "hello 你 👩 é!"
+    [end] = BYTE_LEVEL.encode("<|end|>", add_special_tokens=False)
+    assert BYTE_LEVEL.token_bytes(end) == b"<|end|>"
