@@ -47,6 +47,30 @@ class KVRange(NamedTuple):
         )
 
 
+def make_layout(
+    *,
+    model_fingerprint: str,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    hash_block_tokens: int,
+    block_size: int,
+    dtype: str,
+) -> kv_pb2.KVLayout:
+    """A layout as this version of the wire speaks it."""
+    return kv_pb2.KVLayout(
+        model_fingerprint=model_fingerprint,
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        hash_block_tokens=hash_block_tokens,
+        wire_version=WIRE_VERSION,
+        digest_kind=DIGEST_KIND,
+        block_size=block_size,
+        dtype=dtype,
+    )
+
+
 def mismatch(ours: kv_pb2.KVLayout, theirs: kv_pb2.KVLayout) -> str | None:
     """None when KV may move between the two; else every field that differs, with both values."""
     different = [

@@ -13,6 +13,10 @@ import mmap
 import threading
 from collections import deque
 
+DEFAULT_SLOT_BYTES = 8 << 20
+"""Large enough that a message's fixed costs vanish, small enough that a segment is soon on its way."""
+DEFAULT_NUM_SLOTS = 16
+
 
 class StagingSlot:
     """A piece of the arena, all of it writable through ``view``."""

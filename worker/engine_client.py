@@ -71,7 +71,12 @@ class EngineClient:
             EngineLost: it cannot.
         """
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", self._module, encode_launch(self._launch), stdin=asyncio.subprocess.DEVNULL
+            sys.executable,
+            "-m",
+            self._module,
+            encode_launch(self._launch),
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C in the terminal is for the service, which ends the engine in order
         )
         self._exited = asyncio.create_task(self._process.wait())
         try:

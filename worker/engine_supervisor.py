@@ -40,9 +40,7 @@ class EngineListener(Protocol):
 class EngineSupervisor:
     """``run`` it in a task; ``send`` to whatever engine there is."""
 
-    def __init__(self, module: str, launch: EngineLaunch, listener: EngineListener, *, silence_s: float) -> None:
-        self.launch = launch
-        """Of the current incarnation."""
+    def __init__(self, module: str, listener: EngineListener, *, silence_s: float) -> None:
         self.ready: EngineReady | None = None
         """What the running engine said of itself; None while there is none."""
         self._module = module
@@ -54,8 +52,8 @@ class EngineSupervisor:
         """False when there is no engine that takes it."""
         return self._client is not None and self.ready is not None and self._client.send(message)
 
-    async def run(self) -> None:
-        """Until cancelled.
+    async def run(self, launch: EngineLaunch) -> None:
+        """Until cancelled. ``launch`` is the first incarnation's.
 
         Raises:
             EngineLost: the first start failed. A setting is wrong; trying again would not help.
@@ -66,13 +64,13 @@ class EngineSupervisor:
         while True:
             started_s = loop.time()
             try:
-                await self._live()
+                await self._live(launch)
             except EngineLost as error:
                 was_ready = was_ready or self.ready is not None
                 self.ready = None
                 if not was_ready:
                     raise
-                log.error("engine of incarnation %d is lost: %s", self.launch.incarnation, error)
+                log.error("engine of incarnation %d is lost: %s", launch.incarnation, error)
                 self._listener.engine_lost(str(error))
             finally:
                 client, self._client, self.ready = self._client, None, None
@@ -81,17 +79,18 @@ class EngineSupervisor:
             backoff_s = FIRST_BACKOFF_S if loop.time() - started_s > HEALTHY_AFTER_S else backoff_s
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
-            self._renew_incarnation()
+            launch = _next_incarnation(launch)
 
-    async def _live(self) -> None:
-        self._listener.engine_starting(self.launch)
-        self._client = EngineClient(self._module, self.launch, silence_s=self._silence_s)
+    async def _live(self, launch: EngineLaunch) -> None:
+        self._listener.engine_starting(launch)
+        self._client = EngineClient(self._module, launch, silence_s=self._silence_s)
         self.ready = await self._client.start()
         self._listener.engine_ready(self.ready)
         async for message in self._client.messages():
             self._listener.engine_said(message)
 
-    def _renew_incarnation(self) -> None:
-        fresh = new_identity(self.launch.role, self.launch.worker_id)
-        incarnation = max(fresh.incarnation, self.launch.incarnation + 1)
-        self.launch = msgspec.structs.replace(self.launch, incarnation=incarnation)
+
+def _next_incarnation(launch: EngineLaunch) -> EngineLaunch:
+    """A newer one, even if the wall clock went back."""
+    fresh = new_identity(launch.role, launch.worker_id)
+    return msgspec.structs.replace(launch, incarnation=max(fresh.incarnation, launch.incarnation + 1))

@@ -53,11 +53,14 @@ class HandoffClient:
         if not stream.send(frame.payload):
             task.cancel()
 
-    async def close(self) -> None:
-        """End all streams (the peers see it at once)."""
-        tasks = [task for _, task in self._streams.values()]
-        for task in tasks:
+    def close_all(self) -> None:
+        """End all streams; the peers see it at once."""
+        for _, task in self._streams.values():
             task.cancel()
+
+    async def close(self) -> None:
+        tasks = [task for _, task in self._streams.values()]
+        self.close_all()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, stream: HandoffStream) -> None:

@@ -25,8 +25,10 @@ class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
     address: str
     """host:port of the service's gRPC server."""
-    data_host: str
-    """Where a decode engine listens for KV segments."""
+    host: str
+    """Where the engine listens, if it does (decode: for KV segments)."""
+    advertised_host: str
+    """The same host as others reach it."""
     log_level: str = "info"
 
     def identity(self) -> kv_pb2.WorkerIdentity:

@@ -69,8 +69,8 @@ class ChannelLost:
 class SegmentReceiver(Protocol):
     """The receiver's side of a backend."""
 
-    def listen(self, host: str) -> str:
-        """Start to take connections; returns the endpoint for tickets."""
+    def listen(self, host: str, advertised_host: str) -> str:
+        """Start to take connections; returns the endpoint for tickets, as others reach it."""
         ...
 
     def poll(self) -> list[Arrived | ChannelLost]:

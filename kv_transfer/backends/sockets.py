@@ -12,6 +12,10 @@ class ConnectionLost(Exception):
     """The other end is gone, stalled, or speaks something else; the message says which."""
 
 
+def join_endpoint(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def split_endpoint(endpoint: str) -> tuple[str, int]:
     host, _, port = endpoint.rpartition(":")
     return host.strip("[]"), int(port)

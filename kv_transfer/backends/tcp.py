@@ -28,6 +28,7 @@ from kv_transfer.backends.base import Arrived, ChannelLost, OnDone, OnLost, Wake
 from kv_transfer.backends.sockets import (
     ConnectionLost,
     configure,
+    join_endpoint,
     receive,
     receive_into,
     send_pieces,
@@ -234,13 +235,13 @@ class TcpReceiver:
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
 
-    def listen(self, host: str) -> str:
-        listener = socket.create_server((host, 0), backlog=128)
+    def listen(self, host: str, advertised_host: str) -> str:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family, backlog=128)
         self._listener = listener
         self._acceptor = threading.Thread(target=self._accept, args=(listener,), name="kv-accept", daemon=True)
         self._acceptor.start()
-        port = listener.getsockname()[1]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return join_endpoint(advertised_host, listener.getsockname()[1])
 
     def poll(self) -> list[Arrived | ChannelLost]:
         arrivals: list[Arrived | ChannelLost] = []

@@ -1,0 +1,234 @@
+"""The decode engine's process: builds the engine and the receiving side of hand-offs, and joins them.
+
+The only module of this service that imports ``engine`` and ``kv_transfer``. Started by the service with one argument
+(worker.launch). ``DecodeHandoff`` stands between three that do not know each other: the engine core (requests), the
+receiver (transfers) and the process's loop (frames of the control streams).
+
+    core --want_kv, request_ended--------------> DecodeHandoff --> Receiver <--segments-- data plane
+    core <--reserve_kv, write_kv, kv_ready------ DecodeHandoff <-- Receiver <--frames---> control stream
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import structlog
+import torch
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.messages import EngineStats, ErrorCode, PeerFrame, ReceiveKV
+from engine.model_runner import ModelRunner
+from engine.process import Engine, EngineProcess
+from engine.ready import engine_ready
+from engine.request import Request
+from kv_transfer.backends import BACKENDS, load
+from kv_transfer.backends.base import SegmentReceiver
+from kv_transfer.layout import KVRange, make_layout
+from kv_transfer.protocol import Abort, Busy, Done, End, Frame, Open, Refused, Ticket
+from kv_transfer.receiver import Receiver
+from kv_transfer.staging import DEFAULT_NUM_SLOTS, DEFAULT_SLOT_BYTES, StagingArena
+from kv_transfer.transfer import TransferKey
+from pdserve.v1 import inference_pb2, kv_pb2, worker_pb2
+from telemetry import logs
+from worker.launch import EngineLaunch, decode_launch
+from worker.translate import first_output_from_pb
+
+log = structlog.get_logger()
+
+
+class DecodeHandoff:
+    """The core's ``HandoffReceiver``, the process's ``Handoff`` and the receiver's port."""
+
+    def __init__(
+        self,
+        process: EngineProcess,
+        core: EngineCore,
+        me: kv_pb2.WorkerIdentity,
+        layout: kv_pb2.KVLayout,
+        host: str,
+        advertised_host: str,
+    ) -> None:
+        self._process = process
+        self._core = core
+        self._arena = StagingArena(DEFAULT_NUM_SLOTS, DEFAULT_SLOT_BYTES)
+        backends: dict[str, tuple[SegmentReceiver, str]] = {}
+        for name in BACKENDS:
+            receiver = load(name).receiver(me, layout, self._arena, process.wakeup)
+            backends[name] = (receiver, receiver.listen(host, advertised_host))
+        self.endpoints = {name: endpoint for name, (_, endpoint) in backends.items()}
+        self._receiver = Receiver(me, layout, self, backends, self._arena, time.monotonic)
+        self._senders: dict[str, tuple[str, int]] = {}
+        """Who asked on which control stream."""
+
+    # ---- from the core
+
+    def want_kv(self, request: Request) -> None:
+        handoff = request.handoff
+        assert isinstance(handoff, ReceiveKV)
+        self._receiver.request_added(
+            request.request_id,
+            TransferKey(handoff.transfer_id, handoff.attempt),
+            handoff.peer_id,
+            handoff.peer_incarnation,
+            request.num_tokens,
+            request.deadline_s,
+        )
+
+    def request_ended(self, request: Request) -> None:
+        self._receiver.request_ended(request.request_id, f"the decode request ended: {request.finish_reason}")
+
+    # ---- from the process's loop
+
+    def on_frame(self, peer: str, payload: bytes) -> None:
+        message = worker_pb2.HandoffFrame.FromString(payload)
+        if message.HasField("open"):
+            self._senders[peer] = (message.open.sender.worker_id, message.open.sender.incarnation)
+        self._receiver.on_frame(peer, frame_from_pb(message))
+
+    def on_peer_alive(self, peer: str) -> None:
+        self._receiver.on_peer_alive(peer)
+
+    def on_peer_lost(self, peer: str, reason: str) -> None:
+        self._receiver.on_peer_lost(peer, reason)
+        sender = self._senders.pop(peer, None)
+        if sender is not None and sender not in self._senders.values():  # it has no newer stream
+            self._receiver.drop_sender(*sender)
+
+    def poll(self) -> None:
+        self._receiver.poll()
+
+    def next_deadline_s(self) -> float | None:
+        return self._receiver.next_deadline_s
+
+    def fill_stats(self, stats: EngineStats) -> None:
+        counters = self._receiver.counters
+        stats.transfers_started_total = counters.started
+        stats.transfers_done_total = counters.done
+        stats.transfers_failed_total = dict(counters.failed)
+        stats.transfer_segments_total = counters.segments
+        stats.transfer_bytes_total = counters.bytes
+        stats.transfer_seconds_total = counters.seconds
+        stats.segments_before_last_chunk_total = counters.streamed
+        stats.staging_bytes = self._arena.used_bytes
+        stats.staging_limit_bytes = self._arena.limit_bytes
+        stats.leases = self._receiver.leases
+        stats.tombstones = self._receiver.tombstones
+        stats.parked_handoffs = self._receiver.parked
+
+    # ---- from the receiver
+
+    def send(self, peer: str, frame: Frame) -> None:
+        self._process.send(PeerFrame(peer, frame_to_pb(frame).SerializeToString()))
+
+    def reserve(self, request_id: str) -> int | None:
+        return self._core.reserve_kv(request_id)
+
+    def write_kv(self, request_id: str, part: KVRange, payload: memoryview, dtype: str) -> None:
+        self._core.write_kv(request_id, *part, payload, getattr(torch, dtype))
+
+    def publish(self, request_id: str, first_output: bytes, transfer_s: float, sent_tokens: int) -> None:
+        output = first_output_from_pb(inference_pb2.Output.FromString(first_output), request_id)
+        assert output.timings is not None
+        output.timings.transfer_s = transfer_s
+        output.sent_kv_tokens = sent_tokens
+        self._core.kv_ready(request_id, output)
+
+    def finish(self, request_id: str, first_output: bytes) -> None:
+        output = first_output_from_pb(inference_pb2.Output.FromString(first_output), request_id)
+        output.sent_kv_tokens = 0
+        self._core.kv_ready(request_id, output)
+
+    def transfer_failed(self, request_id: str, reason: str) -> None:
+        log.warning("handoff_failed", request_id=request_id, reason=reason)
+        self._core.fail_request(request_id, ErrorCode.HANDOFF_FAILED, reason, True)
+
+
+def frame_to_pb(frame: Frame) -> worker_pb2.HandoffFrame:
+    """What a receiver says."""
+    message = worker_pb2.HandoffFrame(transfer_id=frame.key.transfer_id, attempt=frame.key.attempt)
+    match frame.body:
+        case Ticket(epoch, cached_tokens, layout, backend, endpoint, lease_s, max_segment_bytes):
+            message.ticket.CopyFrom(
+                worker_pb2.Ticket(
+                    epoch=epoch,
+                    cached_tokens=cached_tokens,
+                    layout=layout,
+                    backend=backend,
+                    endpoint=endpoint,
+                    lease_s=lease_s,
+                    max_segment_bytes=max_segment_bytes,
+                )
+            )
+        case Busy(retry_after_s):
+            message.busy.retry_after_s = retry_after_s
+        case Refused(reason):
+            message.refused.reason = reason
+        case Done():
+            message.done.SetInParent()
+        case Abort(reason):
+            message.abort.reason = reason
+        case other:
+            raise TypeError(f"a receiver does not say {type(other).__name__}")
+    return message
+
+
+def frame_from_pb(message: worker_pb2.HandoffFrame) -> Frame:
+    """What a sender says. Anything else becomes an abort: the peer speaks another protocol."""
+    key = TransferKey(message.transfer_id, message.attempt)
+    match message.WhichOneof("body"):
+        case "open":
+            question = message.open
+            return Frame(
+                key,
+                Open(
+                    sender=question.sender,
+                    layout=question.layout,
+                    prompt_tokens=question.prompt_tokens,
+                    timeout_s=question.timeout_s,
+                    backends=tuple(question.backends),
+                    no_kv=question.no_kv,
+                ),
+            )
+        case "end":
+            first_output = message.end.first_output
+            return Frame(
+                key,
+                End(message.end.num_segments, first_output.SerializeToString(), first_output.HasField("finish")),
+            )
+        case "abort":
+            return Frame(key, Abort(message.abort.reason))
+        case other:
+            return Frame(key, Abort(f"the sender sent {other!r}"))
+
+
+def build(process: EngineProcess, launch: EngineLaunch) -> Engine:
+    config = EngineConfig(**launch.engine_options)  # type: ignore[arg-type]  # checked by the service's flags
+    runner = ModelRunner(config)
+    core = EngineCore(config, runner)
+    ready = engine_ready(config, runner)
+    layout = make_layout(
+        model_fingerprint=ready.model_fingerprint,
+        num_layers=ready.num_layers,
+        num_kv_heads=ready.num_kv_heads,
+        head_dim=ready.head_dim,
+        hash_block_tokens=ready.hash_block_tokens,
+        block_size=ready.block_size,
+        dtype=ready.kv_dtype,
+    )
+    handoff = DecodeHandoff(process, core, launch.identity(), layout, launch.host, launch.advertised_host)
+    core.receiver = handoff
+    ready.data_endpoints = handoff.endpoints
+    return Engine(core, ready, handoff)
+
+
+def main() -> int:
+    launch = decode_launch(sys.argv[1])
+    logs.set_up("decode-engine", level=launch.log_level)
+    process = EngineProcess(to_engine=launch.to_engine, from_engine=launch.from_engine, parent_pid=launch.parent_pid)
+    return process.run(lambda process: build(process, launch))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

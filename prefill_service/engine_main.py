@@ -1,0 +1,228 @@
+"""The prefill engine's process: builds the engine and the sending side of hand-offs, and joins them.
+
+The only module of this service that imports ``engine`` and ``kv_transfer``. Started by the service with one argument
+(worker.launch). ``PrefillHandoff`` stands between three that do not know each other: the engine core (requests), the
+sender (transfers) and the process's loop (frames of the control streams).
+
+    core --want_ticket, kv_computed, prefill_ended--> PrefillHandoff --> Sender --segments--> data plane
+    core <--grant_ticket, defer_ticket, release_kv--- PrefillHandoff <-- Sender <--frames---> control stream
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import structlog
+import torch
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.kv_cache import KVCache
+from engine.messages import EngineStats, ErrorCode, PeerFrame, RequestOutput, SendKV
+from engine.model_runner import ModelRunner
+from engine.process import Engine, EngineProcess
+from engine.ready import engine_ready
+from engine.request import Request
+from kv_transfer.backends import BACKENDS, load
+from kv_transfer.layout import KVRange, make_layout
+from kv_transfer.protocol import Abort, Busy, Done, End, Frame, Open, Refused, Ticket
+from kv_transfer.sender import Sender
+from kv_transfer.staging import DEFAULT_NUM_SLOTS, DEFAULT_SLOT_BYTES, StagingArena
+from kv_transfer.transfer import TransferKey
+from pdserve.v1 import inference_pb2, kv_pb2, worker_pb2
+from telemetry import logs
+from worker.launch import EngineLaunch, decode_launch
+from worker.peer import Peer
+from worker.translate import output_to_pb
+
+log = structlog.get_logger()
+
+
+class PrefillHandoff:
+    """The core's ``HandoffSender``, the process's ``Handoff`` and the sender's port."""
+
+    def __init__(
+        self,
+        process: EngineProcess,
+        core: EngineCore,
+        kv_cache: KVCache,
+        me: kv_pb2.WorkerIdentity,
+        layout: kv_pb2.KVLayout,
+    ) -> None:
+        self._process = process
+        self._core = core
+        self._kv_cache = kv_cache
+        self._dtype: torch.dtype = getattr(torch, layout.dtype)
+        self._arena = StagingArena(DEFAULT_NUM_SLOTS, DEFAULT_SLOT_BYTES)
+        self._sender = Sender(
+            me,
+            layout,
+            self,
+            {name: load(name).sender() for name in BACKENDS},
+            self._arena,
+            process.wakeup,
+            time.monotonic,
+        )
+
+    # ---- from the core
+
+    def want_ticket(self, request: Request) -> None:
+        handoff = request.handoff
+        assert isinstance(handoff, SendKV)
+        self._sender.want_ticket(
+            request.request_id,
+            TransferKey(handoff.transfer_id, handoff.attempt),
+            Peer(handoff.peer_id, handoff.peer_incarnation, handoff.peer_address).encode(),
+            handoff.peer_incarnation,
+            request.num_tokens,
+            request.deadline_s,
+            no_kv=request.sampling.max_tokens - request.num_output_so_far <= 1,
+        )
+
+    def kv_computed(self, request: Request, token_start: int, token_end: int, layer_start: int, layer_end: int) -> None:
+        self._sender.kv_computed(request.request_id, KVRange(token_start, token_end, layer_start, layer_end))
+
+    def prefill_ended(self, request: Request, output: RequestOutput) -> None:
+        first_output = output_to_pb(output, request.request_id).SerializeToString()
+        self._sender.prefill_ended(request.request_id, first_output, finished=output.finish_reason is not None)
+
+    def request_ended(self, request: Request) -> None:
+        self._sender.request_ended(request.request_id, f"the prefill request ended: {request.finish_reason}")
+
+    # ---- from the process's loop
+
+    def on_frame(self, peer: str, payload: bytes) -> None:
+        self._sender.on_frame(peer, frame_from_pb(worker_pb2.HandoffFrame.FromString(payload)))
+
+    def on_peer_alive(self, peer: str) -> None:
+        self._sender.on_peer_alive(peer)
+
+    def on_peer_lost(self, peer: str, reason: str) -> None:
+        self._sender.on_peer_lost(peer, reason)
+
+    def poll(self) -> None:
+        self._sender.poll()
+
+    def next_deadline_s(self) -> float | None:
+        return self._sender.next_deadline_s
+
+    def fill_stats(self, stats: EngineStats) -> None:
+        counters = self._sender.counters
+        stats.transfers_started_total = counters.started
+        stats.transfers_done_total = counters.done
+        stats.transfers_failed_total = dict(counters.failed)
+        stats.transfer_segments_total = counters.segments
+        stats.transfer_bytes_total = counters.bytes
+        stats.transfer_seconds_total = counters.seconds
+        stats.staging_bytes = self._arena.used_bytes
+        stats.staging_limit_bytes = self._arena.limit_bytes
+        stats.leases = self._sender.leases
+
+    # ---- from the sender
+
+    def send(self, peer: str, frame: Frame) -> None:
+        self._process.send(PeerFrame(peer, frame_to_pb(frame).SerializeToString()))
+
+    def ticket_granted(self, request_id: str, cached_tokens: int) -> None:
+        self._core.grant_ticket(request_id, cached_tokens)
+
+    def ticket_deferred(self, request_id: str, retry_after_s: float) -> None:
+        self._core.defer_ticket(request_id, retry_after_s)
+
+    def pack(self, request_id: str, part: KVRange, out: memoryview) -> int:
+        request = self._core.scheduler.requests[request_id]
+        staging = torch.frombuffer(out, dtype=torch.uint8)
+        return self._kv_cache.pack(request.block_table, *part, staging, self._dtype)
+
+    def transfer_done(self, request_id: str) -> None:
+        self._core.release_kv(request_id, None)
+
+    def transfer_failed(self, request_id: str, reason: str) -> None:
+        log.warning("handoff_failed", request_id=request_id, reason=reason)
+        self._core.release_kv(request_id, (ErrorCode.HANDOFF_FAILED, reason, True))
+
+
+def frame_to_pb(frame: Frame) -> worker_pb2.HandoffFrame:
+    """What a sender says."""
+    message = worker_pb2.HandoffFrame(transfer_id=frame.key.transfer_id, attempt=frame.key.attempt)
+    match frame.body:
+        case Open(sender, layout, prompt_tokens, timeout_s, backends, no_kv):
+            message.open.CopyFrom(
+                worker_pb2.Open(
+                    sender=sender,
+                    layout=layout,
+                    prompt_tokens=prompt_tokens,
+                    timeout_s=timeout_s,
+                    backends=backends,
+                    no_kv=no_kv,
+                )
+            )
+        case End(num_segments, first_output):
+            output = inference_pb2.Output.FromString(first_output)
+            message.end.CopyFrom(worker_pb2.EndOfPrefill(num_segments=num_segments, first_output=output))
+        case Abort(reason):
+            message.abort.reason = reason
+        case other:
+            raise TypeError(f"a sender does not say {type(other).__name__}")
+    return message
+
+
+def frame_from_pb(message: worker_pb2.HandoffFrame) -> Frame:
+    """What a receiver says. Anything else becomes an abort: the peer speaks another protocol."""
+    key = TransferKey(message.transfer_id, message.attempt)
+    match message.WhichOneof("body"):
+        case "ticket":
+            ticket = message.ticket
+            return Frame(
+                key,
+                Ticket(
+                    epoch=ticket.epoch,
+                    cached_tokens=ticket.cached_tokens,
+                    layout=ticket.layout,
+                    backend=ticket.backend,
+                    endpoint=ticket.endpoint,
+                    lease_s=ticket.lease_s,
+                    max_segment_bytes=ticket.max_segment_bytes,
+                ),
+            )
+        case "busy":
+            return Frame(key, Busy(message.busy.retry_after_s))
+        case "refused":
+            return Frame(key, Refused(message.refused.reason))
+        case "done":
+            return Frame(key, Done())
+        case "abort":
+            return Frame(key, Abort(message.abort.reason))
+        case other:
+            return Frame(key, Abort(f"the receiver sent {other!r}"))
+
+
+def build(process: EngineProcess, launch: EngineLaunch) -> Engine:
+    config = EngineConfig(**launch.engine_options)  # type: ignore[arg-type]  # checked by the service's flags
+    runner = ModelRunner(config)
+    core = EngineCore(config, runner)
+    ready = engine_ready(config, runner)
+    layout = make_layout(
+        model_fingerprint=ready.model_fingerprint,
+        num_layers=ready.num_layers,
+        num_kv_heads=ready.num_kv_heads,
+        head_dim=ready.head_dim,
+        hash_block_tokens=ready.hash_block_tokens,
+        block_size=ready.block_size,
+        dtype=ready.kv_dtype,
+    )
+    handoff = PrefillHandoff(process, core, runner.kv_cache, launch.identity(), layout)
+    core.sender = handoff
+    return Engine(core, ready, handoff)
+
+
+def main() -> int:
+    launch = decode_launch(sys.argv[1])
+    logs.set_up("prefill-engine", level=launch.log_level)
+    process = EngineProcess(to_engine=launch.to_engine, from_engine=launch.from_engine, parent_pid=launch.parent_pid)
+    return process.run(lambda process: build(process, launch))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""A worker's service process: puts the parts together, runs them until a signal, and takes them apart.
+
+    routers == Generation.Session ==> SessionServer --> WorkerService --.
+    peers   == KVHandoff.Stream ====> HandoffServicer (decode) ----------+--> EngineSupervisor == ZeroMQ ==> engine
+    peers   <= KVHandoff.Stream ===== HandoffClient (prefill) ----------'
+    Redis   <-- Registration          StatusServer: /metrics, /health, /live
+
+Never imports torch: Python work here must not delay a step, nor a step delay a heartbeat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Iterable
+from typing import Any
+
+import structlog
+from prometheus_client import CollectorRegistry
+
+from engine.messages import AbortRequests, AddRequest, EngineReady, PeerAlive, PeerFrame, PeerLost, StepOutputs
+from pdserve.channel import Servicer, serve
+from pdserve.identity import new_identity
+from pdserve.session_server import SessionServer
+from registry import StaleIncarnation, WorkerLoad, WorkerRecord, WorkerRegistry
+from telemetry import logs
+from telemetry.http import StatusServer
+from telemetry.metrics import EngineMetrics, WorkerMetrics
+from worker.config import WorkerConfig
+from worker.engine_client import EngineLost
+from worker.engine_supervisor import EngineSupervisor
+from worker.handoff_client import HandoffClient
+from worker.handoff_servicer import HandoffServicer
+from worker.launch import EngineLaunch
+from worker.registration import Registration
+from worker.service import WorkerService
+
+STOP_TIMEOUT_S = 5.0
+
+log = structlog.get_logger()
+
+
+def run(config: WorkerConfig) -> int:
+    """The exit code: 0 after SIGTERM or SIGINT, 1 when the worker cannot start or must not go on."""
+    logs.set_up(config.worker_id)
+    return asyncio.run(WorkerApp(config).run())
+
+
+class WorkerApp:
+    """The engine's listener; everything else is told from here when engines come and go."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._identity = new_identity(config.role, config.worker_id)
+        self._prometheus = CollectorRegistry()
+        self._metrics = WorkerMetrics(self._prometheus)
+        self._engine_metrics = EngineMetrics(self._prometheus, config.model)
+        self._ports = {"port": 0, "metrics_port": 0}
+        self._is_told_ready = False
+
+    async def run(self) -> int:
+        config = self._config
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+
+        self._supervisor = EngineSupervisor(config.engine_module, self, silence_s=config.engine_silence_s)
+        self._service = WorkerService(self._to_engine, self._metrics)
+        self._sessions = SessionServer(self._identity, self._service, load=self._service.load)
+        self._sessions.draining = True  # until the engine is ready
+        self._handoff_client = HandoffClient(self._to_engine)
+        self._handoff_servicer = HandoffServicer(self._identity, self._to_engine)
+        self._registration = Registration(WorkerRegistry(config.redis_url), self._record)
+        status = StatusServer(self._prometheus, self._not_ready)
+        try:
+            self._ports["metrics_port"] = await status.start(config.host, config.metrics_port)
+            servicers: list[Servicer] = [self._sessions]
+            if config.role != "prefill":
+                servicers.append(self._handoff_servicer)
+            server, self._ports["port"] = await serve(servicers, config.host, config.port)
+        except OSError as error:
+            log.error("cannot_listen", reason=str(error), remedy="use another --port or --metrics-port")
+            return 1
+        self._identity.address = f"{config.reachable_host}:{self._ports['port']}"
+        tasks = {
+            asyncio.create_task(self._supervisor.run(self._launch()), name="engine"),
+            asyncio.create_task(self._registration.run(), name="registration"),
+        }
+        stopped = asyncio.create_task(stop.wait(), name="signal")
+        try:
+            done, _ = await asyncio.wait({*tasks, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            return self._exit_code(done - {stopped})
+        finally:
+            self._sessions.draining = True
+            await self._registration.leave()
+            await self._handoff_client.close()
+            self._handoff_servicer.close_all()
+            for task in {*tasks, stopped}:
+                task.cancel()
+            await asyncio.gather(*tasks, stopped, return_exceptions=True)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    await self._sessions.close()
+                    await server.stop(grace=0.5)
+            await status.close()
+            log.info("stopped")
+
+    # ---- from the engine
+
+    def engine_starting(self, launch: EngineLaunch) -> None:
+        self._identity = launch.identity()
+        self._sessions.identity = self._handoff_servicer.identity = self._handoff_client.identity = self._identity
+
+    def engine_ready(self, ready: EngineReady) -> None:
+        self._sessions.draining = False
+        self._handoff_servicer.not_ready = None
+        self._registration.changed()
+        log.info(
+            "ready",
+            **self._ports,
+            role=self._config.role,
+            worker_id=self._config.worker_id,
+            incarnation=self._identity.incarnation,
+            num_blocks=ready.num_blocks,
+            block_size=ready.block_size,
+            max_model_len=ready.max_model_len,
+        )
+
+    def engine_said(self, message: StepOutputs | PeerFrame) -> None:
+        if isinstance(message, StepOutputs):
+            self._service.take(message)
+            if message.stats is not None:
+                self._engine_metrics.update(message.stats)
+                self._metrics.sessions.set(len(self._sessions.sessions))
+                self._metrics.handoff_streams.set(len(self._handoff_client) + len(self._handoff_servicer))
+        elif self._config.role == "prefill":
+            self._handoff_client.send(message)
+        else:
+            self._handoff_servicer.send(message)
+
+    def engine_lost(self, reason: str) -> None:
+        """What the incarnation owned ends now, everywhere: its requests here, its transfers at the peers."""
+        self._sessions.draining = True
+        self._service.engine_lost(reason)
+        self._handoff_servicer.not_ready = "the engine is starting"
+        self._handoff_servicer.close_all()
+        self._handoff_client.close_all()
+        for session in list(self._sessions.sessions.values()):
+            session.close("the engine of this worker was lost; a new incarnation starts")
+        self._metrics.engine_restarts.inc()
+        self._registration.changed()
+
+    # ---- inside
+
+    def _to_engine(self, message: AddRequest | AbortRequests | PeerFrame | PeerAlive | PeerLost) -> bool:
+        return self._supervisor.send(message)
+
+    def _launch(self) -> EngineLaunch:
+        return EngineLaunch(
+            engine_options={"model": self._config.model, **self._config.engine_options},
+            to_engine="",
+            from_engine="",
+            parent_pid=0,
+            role=self._config.role,
+            worker_id=self._config.worker_id,
+            incarnation=self._identity.incarnation,
+            address=self._identity.address,
+            host=self._config.host,
+            advertised_host=self._config.reachable_host,
+        )
+
+    def _record(self) -> WorkerRecord | None:
+        ready = self._supervisor.ready
+        if ready is None:
+            return None
+        load = self._service.load()
+        return WorkerRecord(
+            worker_id=self._config.worker_id,
+            role=self._config.role,
+            address=self._identity.address,
+            incarnation=self._identity.incarnation,
+            fingerprint=ready.model_fingerprint,
+            model=self._config.model,
+            max_model_len=ready.max_model_len,
+            pool_tokens=ready.num_blocks * ready.block_size,
+            hash_block_tokens=ready.hash_block_tokens,
+            load=WorkerLoad(
+                running=load.running,
+                waiting=load.waiting,
+                queued_tokens=load.queued_tokens,
+                free_blocks=load.free_blocks,
+                total_blocks=load.total_blocks,
+            ),
+        )
+
+    def _not_ready(self) -> str | None:
+        return "the engine is starting" if self._supervisor.ready is None else None
+
+    def _exit_code(self, ended: Iterable[asyncio.Task[Any]]) -> int:
+        """A task that ended by itself says why the worker cannot go on."""
+        for task in ended:
+            error = task.exception()
+            if isinstance(error, EngineLost):
+                log.error("engine_cannot_start", reason=str(error))
+            elif isinstance(error, StaleIncarnation):
+                log.error("replaced", reason=str(error))
+            elif error is not None:
+                raise error
+        return 1 if ended else 0

@@ -1,0 +1,70 @@
+"""Settings of a worker's service process, and the command-line flags that both services share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import typer
+
+WILDCARD_HOSTS = ("0.0.0.0", "::", "")
+
+ROLES = ("prefill", "decode", "aggregated")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """Errors in it are raised by ``__post_init__`` with the remedy."""
+
+    role: str
+    worker_id: str
+    model: str
+    host: str
+    port: int
+    metrics_port: int
+    redis_url: str
+    advertised_host: str = ""
+    """Empty: the host."""
+    engine_module: str
+    """What the engine process runs."""
+    engine_options: dict[str, str | int | float | bool | None] = field(default_factory=dict)
+    """Those fields of EngineConfig that were given."""
+    engine_silence_s: float = 30.0
+    """An engine that says nothing for so long is taken for dead. Longer than the longest step."""
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise ValueError(f"--role {self.role} is not one of {', '.join(ROLES)}")
+        if not self.worker_id or any(c.isspace() for c in self.worker_id):
+            raise ValueError(f"--worker-id {self.worker_id!r}: use a name without spaces")
+        if self.host in WILDCARD_HOSTS and not self.advertised_host:
+            raise ValueError(f"--host {self.host} is no address that others can reach: add --advertised-host")
+
+    @property
+    def reachable_host(self) -> str:
+        return self.advertised_host or self.host
+
+
+Model = Annotated[str, typer.Option(help="Directory or hub name (org/name).")]
+WorkerId = Annotated[str, typer.Option(help="Unique in the fleet; a restart keeps it.")]
+Host = Annotated[str, typer.Option(help="Where to listen.")]
+AdvertisedHost = Annotated[str, typer.Option(help="The host as others reach it; needed with --host 0.0.0.0.")]
+Port = Annotated[int, typer.Option(help="gRPC; 0 takes a free one.")]
+MetricsPort = Annotated[int, typer.Option(help="/metrics, /health, /live; 0 takes a free one.")]
+Redis = Annotated[str, typer.Option(help="redis://, rediss:// or unix://; where to register.")]
+Dtype = Annotated[str | None, typer.Option(help="auto | float32 | bfloat16 | float16: weights and KV.")]
+BlockSize = Annotated[int | None, typer.Option(help="Tokens a KV block.")]
+NumBlocks = Annotated[int | None, typer.Option(help="Blocks in the pool; else from --kv-cache-bytes.")]
+KvCacheBytes = Annotated[int | None, typer.Option(help="Size of the KV pool.")]
+MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and output together.")]
+MaxNumSeqs = Annotated[int | None, typer.Option(help="Most requests in one step.")]
+MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Token budget of a step.")]
+NumThreads = Annotated[int | None, typer.Option(help="Compute threads.")]
+PrefixCaching = Annotated[
+    bool, typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse KV of common prefixes.")
+]
+
+
+def engine_options(**given: str | int | float | bool | None) -> dict[str, str | int | float | bool | None]:
+    """Leave out what was not given: the engine has its own defaults."""
+    return {name: value for name, value in given.items() if value is not None}
