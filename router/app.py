@@ -45,7 +45,7 @@ class Router:
         self._service = RouterService(
             self.workers, Placer(self.workers, make_policy(config.policy), config), config, metrics
         )
-        self._sessions = SessionServer(identity, self._service)
+        self._sessions = SessionServer(identity, self._service, load=self.workers.emitting_load)
         self._status = StatusServer(self._metrics_registry, self._service.not_ready)
         self._show_fleet(metrics)
 

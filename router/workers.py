@@ -96,6 +96,17 @@ class Workers:
     def with_role(self, *roles: str) -> list[Worker]:
         return [worker for worker in self.known.values() if worker.record.role in roles]
 
+    def emitting_load(self) -> pb.Load:
+        """Sum over the usable workers that emit tokens; without any, all zero (which tells gateways so)."""
+        loads = [worker.load for worker in self.with_role("decode", "aggregated") if worker.usable]
+        return pb.Load(
+            running=sum(load.running for load in loads),
+            waiting=sum(load.waiting for load in loads),
+            queued_tokens=sum(load.queued_tokens for load in loads),
+            free_blocks=sum(load.free_blocks for load in loads),
+            total_blocks=sum(load.total_blocks for load in loads),
+        )
+
     async def run(self) -> None:
         """Poll until cancelled; then close all sessions."""
         try:
