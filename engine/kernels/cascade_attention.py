@@ -91,9 +91,7 @@ class CascadePlan:
         self.cost = cost
         self.max_requests, self.max_chunks = max_requests, max_chunks
         self.block_m, self.min_chunk_tokens = block_m, min_chunk_tokens
-        self.sm_count = (
-            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-        )
+        self.sm_count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
         self._block_g = triton.next_power_of_2(cost.num_heads // cost.num_kv_heads)
         self.max_items = 2 * self.sm_count + max_requests
         self.items = torch.zeros(self.max_items, _ITEM_FIELDS, dtype=torch.int32, device=device)
@@ -107,7 +105,11 @@ class CascadePlan:
         """None: this batch is better off flat."""
 
     def regroup(
-        self, block_table: NDArray[np.int32], seq_lens: NDArray[np.int32], block_size: int, ranges: list[SharedRange] | None = None
+        self,
+        block_table: NDArray[np.int32],
+        seq_lens: NDArray[np.int32],
+        block_size: int,
+        ranges: list[SharedRange] | None = None,
     ) -> None:
         """Choose the ranges of this batch (host arrays), or take ``ranges``, and upload the work list."""
         if ranges is None:
@@ -118,7 +120,12 @@ class CascadePlan:
             return
         items, members, kv_begin, count = fitted
         self.items.zero_()
-        for target, source in ((self.items, items), (self.members, members), (self._buffers.kv_begin, kv_begin), (self._buffers.count, count)):
+        for target, source in (
+            (self.items, items),
+            (self.members, members),
+            (self._buffers.kv_begin, kv_begin),
+            (self._buffers.count, count),
+        ):
             target[: len(source)].copy_(torch.from_numpy(source))
         self.prefix = self._buffers
 
@@ -149,7 +156,18 @@ class CascadePlan:
             for start in starts:
                 for tile in range(0, len(shared.members), tile_members):
                     size = min(tile_members, len(shared.members) - tile)
-                    items.append((offset + tile, size, int(shared.members[0]), start, min(start + per_chunk, shared.end), at, 0, 0))
+                    items.append(
+                        (
+                            offset + tile,
+                            size,
+                            int(shared.members[0]),
+                            start,
+                            min(start + per_chunk, shared.end),
+                            at,
+                            0,
+                            0,
+                        )
+                    )
                 at += 1
             # Members may have come by different ways: the ones with fewer partials would leave holes, so all count alike.
             if (count[shared.members] != at - len(starts)).any():

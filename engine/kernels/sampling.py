@@ -1,0 +1,280 @@
+"""Draws tokens over the whole vocabulary without sorting it: argmax, thresholds for top-k / top-p / min-p, sparse penalties.
+
+The meaning is ``engine.sampler``'s and the noise ``engine.kernels.noise``'s, computed in place. A cut is a threshold on the logit: ``top_k``
+and ``top_p`` are found by a nine-way search (counts and masses of eight thresholds a pass, from the cache), until at most CANDIDATES
+tokens are left above it; those few are sorted in registers, which makes the cut exact. A cut that keeps more tokens is searched to the resolution
+of float32 instead. Then one pass takes ``argmax(logit / temperature + noise)`` of what is above the threshold.
+
+    logits [R, V] --penalise (sparse)--> --_threshold_kernel: a program a row--> threshold [R] --_argmax_kernel: (row, part)--> token [R]
+
+Gumbel-max: Maddison et al., "A* sampling", 2014, section 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+CANDIDATES = 1024
+_NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def _lowbias32(x):
+    x ^= x >> 16
+    x *= tl.full((), 0x7FEB352D, tl.uint32)
+    x ^= x >> 15
+    x *= tl.full((), 0x846CA68B, tl.uint32)
+    x ^= x >> 16
+    return x
+
+
+@triton.jit
+def _gumbel(token_ids, low, high):
+    """-log(-log(1 - u)) of the counter-based hash; log1p by Kahan's correction, as u may vanish against 1."""
+    bits = _lowbias32(_lowbias32(token_ids.to(tl.uint32) ^ low) + high)
+    u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
+    rest = 1.0 - u
+    away = 1.0 - rest
+    exact = tl.where(away == 0.0, u, -tl.log(rest) * (u / tl.where(away == 0.0, 1.0, away)))
+    return -tl.log(exact)
+
+
+@triton.jit
+def _tally(row_ptr, V, thresholds, best, inverse_t, BLOCK: tl.constexpr, WAYS: tl.constexpr):
+    """Count and mass (of exp((x - best) / T)) of the logits at or above each of WAYS thresholds."""
+    counts = tl.zeros([BLOCK, WAYS], tl.int32)
+    masses = tl.zeros([BLOCK, WAYS], tl.float32)
+    for start in range(0, V, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(row_ptr + at, mask=at < V, other=_NEGATIVE_INFINITY).to(tl.float32)
+        weight = tl.exp((x - best) * inverse_t)
+        above = (x[:, None] >= thresholds[None, :]) & (at < V)[:, None]
+        counts += above.to(tl.int32)
+        masses += tl.where(above, weight[:, None], 0.0)
+    return tl.sum(counts, 0), tl.sum(masses, 0)
+
+
+@triton.jit
+def _search(row_ptr, V, low, high, count, mass, need_count, need_mass, best, inverse_t, limit,
+            BLOCK: tl.constexpr, WAYS: tl.constexpr, PASSES: tl.constexpr):  # fmt: skip
+    """The highest threshold found that keeps enough: (threshold, count, mass), within PASSES or once it keeps at most ``limit``."""
+    way = tl.arange(0, WAYS)
+    step = 0
+    while (step < PASSES) & (count > limit):
+        # Ascending, above low, below high. The first pass knows no lower end: distances 2^0 .. 2^7 half temperatures below the best.
+        start = tl.where(low == _NEGATIVE_INFINITY, best, low)
+        spread = start + (high - start) * ((way + 1).to(tl.float32) / (WAYS + 1))
+        first = best - tl.exp2((WAYS - 1 - way).to(tl.float32)) * (0.5 / inverse_t)
+        thresholds = tl.where(low == _NEGATIVE_INFINITY, first, spread)
+        counts, masses = _tally(row_ptr, V, thresholds, best, inverse_t, BLOCK, WAYS)
+        enough = (counts >= need_count) & (masses >= need_mass)
+        taken = tl.sum(enough.to(tl.int32), 0)  # they are nested: the lowest ones keep enough
+        upper = tl.min(tl.where(way == taken, thresholds, high), 0)
+        if taken > 0:
+            low = tl.max(tl.where(way == taken - 1, thresholds, _NEGATIVE_INFINITY), 0)
+            count = tl.sum(tl.where(way == taken - 1, counts, 0), 0)
+            mass = tl.sum(tl.where(way == taken - 1, masses, 0.0), 0)
+        else:
+            # Too few even at the lowest: only in the first pass can low still be -inf; give it an end far away.
+            low = tl.where(low == _NEGATIVE_INFINITY, upper - 1.0e4 / inverse_t, low)
+        high = upper
+        step += 1
+    return low, count, mass
+
+
+@triton.jit
+def _threshold_kernel(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, threshold_ptr, pool_ptr, pool_count_ptr, V, stride,
+    BLOCK: tl.constexpr, POOL: tl.constexpr, WAYS: tl.constexpr, PASSES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperature_ptr + row)
+    top_k = tl.load(top_k_ptr + row)
+    top_p = tl.load(top_p_ptr + row)
+    min_p = tl.load(min_p_ptr + row)
+    threshold = tl.full((), _NEGATIVE_INFINITY, tl.float32)
+    cut_k = (top_k > 0) & (top_k < V)
+    if (temperature > 0) & (cut_k | (top_p < 1.0) | (min_p > 0.0)):
+        row_ptr = logits_ptr + row * stride
+        inverse_t = 1.0 / temperature
+        tops = tl.full([BLOCK], _NEGATIVE_INFINITY, tl.float32)
+        for start in range(0, V, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            tops = tl.maximum(tops, tl.load(row_ptr + at, mask=at < V, other=_NEGATIVE_INFINITY).to(tl.float32))
+        best = tl.max(tops, 0)
+        if cut_k | (top_p < 1.0):
+            sums = tl.zeros([BLOCK], tl.float32)
+            for start in range(0, V, BLOCK):
+                at = start + tl.arange(0, BLOCK)
+                x = tl.load(row_ptr + at, mask=at < V, other=_NEGATIVE_INFINITY).to(tl.float32)
+                sums += tl.exp((x - best) * inverse_t)
+            mass = tl.sum(sums, 0)
+            count = V
+            low = tl.full((), _NEGATIVE_INFINITY, tl.float32)
+            high = best + temperature * 1.0e-3 + tl.abs(best) * 1.0e-6
+            if cut_k:
+                low, count, mass = _search(row_ptr, V, low, high, count, mass, top_k, 0.0, best, inverse_t, POOL,
+                                           BLOCK, WAYS, PASSES)  # fmt: skip
+            in_pool = cut_k & (count <= POOL)  # then the k-th best is found among the sorted candidates
+            needed = top_p * mass
+            if (top_p < 1.0) & (count > POOL):
+                low, count, mass = _search(row_ptr, V, low, high, count, mass, 1, needed, best, inverse_t, POOL,
+                                           BLOCK, WAYS, PASSES)  # fmt: skip
+            threshold = low  # more than fit: what the search converged to
+            if count <= POOL:
+                pool = pool_ptr + row * POOL
+                for start in range(0, V, BLOCK):
+                    at = start + tl.arange(0, BLOCK)
+                    x = tl.load(row_ptr + at, mask=at < V, other=_NEGATIVE_INFINITY).to(tl.float32)
+                    chosen = (x >= low) & (at < V)
+                    slot = tl.atomic_add(
+                        pool_count_ptr + row + tl.zeros([BLOCK], tl.int32), 1, mask=chosen, sem="relaxed"
+                    )
+                    tl.store(pool + slot, x, mask=chosen & (slot < POOL))
+                tl.debug_barrier()
+                i = tl.arange(0, POOL)
+                x = tl.load(pool + i, mask=i < count, other=_NEGATIVE_INFINITY, cache_modifier=".cg")
+                x = tl.sort(x, descending=True)
+                if in_pool:
+                    threshold = tl.max(tl.where(i == tl.minimum(top_k, count) - 1, x, _NEGATIVE_INFINITY), 0)
+                weight = tl.where((x >= threshold) & (i < count), tl.exp((x - best) * inverse_t), 0.0)
+                if in_pool:
+                    needed = top_p * tl.sum(weight, 0)
+                if top_p < 1.0:
+                    before = tl.cumsum(weight, 0) - weight
+                    kept = (before < needed) & (weight > 0.0)
+                    threshold = tl.min(tl.where(kept, x, best), 0)
+                tl.store(pool_count_ptr + row, 0)
+        if min_p > 0.0:
+            threshold = tl.maximum(threshold, best + temperature * tl.log(min_p))
+    tl.store(threshold_ptr + row, threshold)
+
+
+@triton.jit
+def _argmax_kernel(
+    logits_ptr, temperature_ptr, key_ptr, threshold_ptr, best_ptr, arrived_ptr, token_ptr, V, stride,
+    BLOCK: tl.constexpr, TILES: tl.constexpr, THRESHOLD: tl.constexpr, NOISE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    best = tl.full([BLOCK], _NEGATIVE_INFINITY, tl.float32)
+    best_at = tl.zeros([BLOCK], tl.int32) + V
+    temperature = 0.0
+    threshold = _NEGATIVE_INFINITY
+    if NOISE:
+        temperature = tl.load(temperature_ptr + row)
+        low = tl.load(key_ptr + row * 2).to(tl.uint32, bitcast=True)
+        high = tl.load(key_ptr + row * 2 + 1).to(tl.uint32, bitcast=True)
+        if THRESHOLD:
+            threshold = tl.load(threshold_ptr + row)
+    for tile in range(TILES):
+        at = (part * TILES + tile) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + row * stride + at, mask=at < V, other=_NEGATIVE_INFINITY).to(tl.float32)
+        if NOISE and temperature > 0:
+            x = tl.where(x >= threshold, x / temperature + _gumbel(at, low, high), _NEGATIVE_INFINITY)
+        better = x > best
+        best = tl.where(better, x, best)
+        best_at = tl.where(better, at, best_at)
+    # Order-preserving bits of the value above, the inverted id below: the maximum is the best value, ties go to the lowest id.
+    bits = best.to(tl.uint32, bitcast=True)
+    ordered = tl.where((bits >> 31) == 1, ~bits, bits | 0x80000000)
+    packed = (ordered.to(tl.uint64) << 32) | (0x7FFFFFFF - best_at).to(tl.uint64)
+    tl.atomic_max(best_ptr + row, tl.max(packed, 0), sem="acq_rel")
+    if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == tl.num_programs(1) - 1:
+        winner = tl.atomic_xchg(best_ptr + row, tl.full((), 0, tl.uint64), sem="acq_rel")
+        tl.store(token_ptr + row, 0x7FFFFFFF - (winner & 0x7FFFFFFF).to(tl.int64))
+        tl.store(arrived_ptr + row, 0)
+
+
+@triton.jit
+def _penalise_kernel(
+    logits_ptr, row_ptr, id_ptr, count_ptr, seen_ptr, bias_ptr, repetition_ptr, frequency_ptr, presence_ptr, entries, stride,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < entries
+    row = tl.load(row_ptr + i, mask=mask, other=0)
+    at = logits_ptr + row.to(tl.int64) * stride + tl.load(id_ptr + i, mask=mask, other=0)
+    count = tl.load(count_ptr + i, mask=mask, other=0).to(tl.float32)
+    x = tl.load(at, mask=mask, other=0.0).to(tl.float32) + tl.load(bias_ptr + i, mask=mask, other=0.0)
+    repetition = tl.load(repetition_ptr + row, mask=mask, other=1.0)
+    repeated = tl.where(x > 0, x / repetition, x * repetition)
+    x = tl.where(tl.load(seen_ptr + i, mask=mask, other=0) != 0, repeated, x)
+    presence = tl.load(presence_ptr + row, mask=mask, other=0.0)
+    x -= count * tl.load(frequency_ptr + row, mask=mask, other=0.0) + tl.where(count > 0, presence, 0.0)
+    tl.store(at, x.to(logits_ptr.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class DrawParams:
+    """One row a request, on the device. ``keys`` are ``noise_key(seed, position)`` as two int32 words."""
+
+    temperature: torch.Tensor  # [R] float32; 0: greedy
+    top_k: torch.Tensor  # [R] int32; 0: all
+    top_p: torch.Tensor  # [R] float32
+    min_p: torch.Tensor  # [R] float32
+    keys: torch.Tensor  # [R, 2] int32
+
+
+class TokenDrawer:
+    """Workspace for drawing up to ``max_rows`` tokens a step; one stream at a time."""
+
+    def __init__(self, max_rows: int, device: torch.device, candidates: int = CANDIDATES) -> None:
+        self.candidates = candidates
+        self._pool = torch.empty(max_rows, candidates, dtype=torch.float32, device=device)
+        self._pool_count = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._threshold = torch.empty(max_rows, dtype=torch.float32, device=device)
+        self._best = torch.zeros(max_rows, dtype=torch.uint64, device=device)
+        self._arrived = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._sm_count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        params: DrawParams | None = None,
+        *,
+        cut: bool = True,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Token ids [R] int64 of logits [R, V]. ``params`` None: all greedy; ``cut`` False: no row has top_k, top_p or min_p."""
+        rows, vocab_size = logits.shape
+        tokens = torch.empty(rows, dtype=torch.int64, device=logits.device) if out is None else out
+        temperature = self._threshold if params is None else params.temperature
+        keys = self._arrived if params is None else params.keys
+        cut = cut and params is not None
+        if cut and params is not None:
+            _threshold_kernel[(rows,)](
+                logits, params.temperature, params.top_k, params.top_p, params.min_p, self._threshold, self._pool,
+                self._pool_count, vocab_size, logits.stride(0),
+                BLOCK=min(2048, triton.next_power_of_2(vocab_size)), POOL=self.candidates, WAYS=8, PASSES=12, num_warps=16,
+            )  # fmt: skip
+        block = min(1024, triton.next_power_of_2(vocab_size))
+        tiles = 1 << (max(1, min(16, rows * vocab_size // (block * self._sm_count * 4))).bit_length() - 1)
+        _argmax_kernel[(rows, triton.cdiv(vocab_size, block * tiles))](
+            logits, temperature, keys, self._threshold, self._best, self._arrived, tokens, vocab_size, logits.stride(0),
+            BLOCK=block, TILES=tiles, THRESHOLD=cut, NOISE=params is not None,
+        )  # fmt: skip
+        return tokens
+
+
+def penalise(
+    logits: torch.Tensor,  # [R, V], changed in place
+    rows: torch.Tensor,  # [E] int32: each (row, id) pair at most once
+    ids: torch.Tensor,  # [E] int32
+    counts: torch.Tensor,  # [E] int32: times in the output
+    seen: torch.Tensor,  # [E] int32: in the prompt or the output
+    bias: torch.Tensor,  # [E] float32
+    repetition: torch.Tensor,  # [R] float32
+    frequency: torch.Tensor,  # [R] float32
+    presence: torch.Tensor,  # [R] float32
+) -> None:
+    """logit_bias, then repetition, frequency and presence penalties, of the listed entries only."""
+    entries = rows.shape[0]
+    if entries:
+        _penalise_kernel[(triton.cdiv(entries, 256),)](
+            logits, rows, ids, counts, seen, bias, repetition, frequency, presence, entries, logits.stride(0), BLOCK=256
+        )
