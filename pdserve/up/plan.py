@@ -19,6 +19,10 @@ from pdserve.up.health import http_is_healthy, redis_is_healthy
 from pdserve.up.settings import UpSettings
 
 LOCALHOST = "127.0.0.1"
+# While everything loads at once, a second thread per engine makes loading five times slower (threads spin while they
+# wait for cores that other processes use). How many compute later is decided by the engines.
+_LOADING_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+_ROUTER_POLL_S = 0.2  # Redis is on this host: look often, so that new workers are met soon
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +47,17 @@ def plan_cluster(settings: UpSettings, model: Path, redis_binary: Path | None, d
     num_prefill = 0 if settings.aggregated else settings.prefill
     ports = iter(free_ports(2 * (1 + num_prefill + settings.decode)))
 
-    def service(name: str, module: str, *flags: str) -> int:
+    def service(name: str, module: str, *flags: str, environment: dict[str, str] | None = None) -> int:
         port, metrics_port = next(ports), next(ports)
         argv = python_argv(module, "--host", LOCALHOST, "--port", str(port), "--metrics-port", str(metrics_port))
         argv += ["--redis", redis_url, *flags]
-        specs.append(
-            ChildSpec(name, argv, dirs.logs / f"{name}.log", partial(http_is_healthy, LOCALHOST, metrics_port))
-        )
+        is_healthy = partial(http_is_healthy, LOCALHOST, metrics_port)
+        specs.append(ChildSpec(name, argv, dirs.logs / f"{name}.log", is_healthy, environment or {}))
         return port
 
     def worker(name: str, module: str, *flags: str) -> None:
-        service(name, module, "--model", str(model), "--worker-id", name, *flags, *_worker_flags(settings))
+        flags = ("--model", str(model), "--worker-id", name, *flags, *_worker_flags(settings))
+        service(name, module, *flags, environment=_LOADING_ENVIRONMENT)
 
     # The workers first: they take longest, and every process costs the ones after it a little.
     for i in range(num_prefill):
@@ -64,13 +68,16 @@ def plan_cluster(settings: UpSettings, model: Path, redis_binary: Path | None, d
     router_port = service(
         "router",
         "router",
+        *("--min-prefill-workers", str(num_prefill), "--min-decode-workers", str(settings.decode)),
+        *("--poll-interval-s", str(_ROUTER_POLL_S)),
         *_optional("--policy", settings.policy),
         *_optional("--local-prefill-tokens", settings.local_prefill_tokens),
     )
     gateway = python_argv("gateway", "--model", str(model), "--served-model-name", served_model_name(settings, model))
     gateway += ["--host", settings.host, "--port", str(settings.port), "--router", f"{LOCALHOST}:{router_port}"]
     gateway += _optional("--max-model-len", settings.max_model_len)
-    is_healthy = partial(http_is_healthy, reachable_host(settings.host), settings.port)
+    # Alive is enough: that workers are reached is the router's to say, and the gateway hears it a heartbeat later.
+    is_healthy = partial(http_is_healthy, reachable_host(settings.host), settings.port, "/live")
     specs.append(ChildSpec("gateway", gateway, dirs.logs / "gateway.log", is_healthy))
     return specs
 

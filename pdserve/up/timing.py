@@ -24,7 +24,7 @@ PHASES: dict[str, str] = {
     "rest_s": "rest",
 }
 _COLOURS = ("cyan", "blue", "yellow", "magenta", "green", "red", "bright_blue", "bright_black")
-_BAR_CELLS = 44
+_BAR_CELLS = 36
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 

@@ -25,7 +25,7 @@ def body(**changes: float) -> dict[str, object]:
 
 def drawn(times: RequestTimes) -> str:
     out = io.StringIO()
-    Console(file=out, width=100).print(draw(times))
+    Console(file=out, width=80).print(draw(times))
     return out.getvalue()
 
 
@@ -41,12 +41,12 @@ def test_every_phase_has_a_row_with_its_time_and_share() -> None:
 
 
 def test_the_bars_lie_one_after_the_other() -> None:
-    assert bar(0.0, 1.0, 1.0) == "█" * 44
-    assert bar(0.0, 0.5, 1.0).rstrip() == "█" * 22
-    assert bar(0.5, 0.5, 1.0) == " " * 22 + "█" * 22
+    assert bar(0.0, 1.0, 1.0) == "█" * 36
+    assert bar(0.0, 0.5, 1.0).rstrip() == "█" * 18
+    assert bar(0.5, 0.5, 1.0) == " " * 18 + "█" * 18
     assert bar(0.0, 0.0, 1.0).strip() == ""
     assert bar(1.0, 1e-9, 1.0).strip() != ""
-    assert all(len(bar(begin / 10, 0.37, 1.0)) == 44 for begin in range(11))
+    assert all(len(bar(begin / 10, 0.37, 1.0)) == 36 for begin in range(11))
 
 
 @pytest.mark.parametrize("rest_s", [-0.004, 0.004])
