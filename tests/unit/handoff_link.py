@@ -31,7 +31,7 @@ def receive_kv() -> ReceiveKV:
 
 
 class Link:
-    """Both ends. What one end says lies in ``wire`` until ``deliver`` is called; a request has the same id on both sides."""
+    """Both ends. What one says lies in ``wire`` until ``deliver``; a request has the same id on both sides."""
 
     def __init__(self, p: EngineCore, d: EngineCore, retry_after_s: float = 0.01) -> None:
         self.p, self.d = p, d

@@ -1,4 +1,4 @@
-"""Random loads against a pure function: whatever the pool, the chunks, preemptions and aborts, outputs are the oracle's."""
+"""Random loads against a pure function: whatever the pool, chunks, preemptions and aborts, outputs are the oracle's."""
 
 from __future__ import annotations
 
