@@ -52,12 +52,14 @@ class ChatClient:
         """
         return await self._get(f"/debug/requests/{request_id}")
 
-    async def stream(self, model: str, messages: list[dict[str, str]], max_tokens: int) -> AsyncIterator[str]:
-        """Pieces of the answer as they come.
+    async def stream(
+        self, model: str, messages: list[dict[str, str]], max_tokens: int, **options: float
+    ) -> AsyncIterator[str]:
+        """Pieces of the answer as they come. ``options``: temperature and the like; else the model's defaults.
 
         Raises: ChatError.
         """
-        body = {"model": model, "messages": messages, "max_tokens": max_tokens, "stream": True}
+        body = {"model": model, "messages": messages, "max_tokens": max_tokens, "stream": True, **options}
         try:
             async with self._http.stream("POST", f"{self.url}/v1/chat/completions", json=body) as response:
                 self.request_id = response.headers.get("x-request-id", "")

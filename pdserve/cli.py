@@ -45,7 +45,7 @@ def up(
     num_threads: Annotated[int | None, typer.Option(help="Threads of each engine.  [default: they share]")] = None,
     start_timeout_s: Annotated[float, typer.Option(help="Give up a start that takes longer.")] = 300.0,
     chat: Annotated[bool, typer.Option(help="One chat when everything is ready.")] = True,
-    prompt: Annotated[str, typer.Option(help="Of that chat.")] = "What is the capital of France?",
+    prompt: Annotated[str, typer.Option(help="Of that chat.")] = "In one sentence, what is a lighthouse?",
     once: Annotated[bool, typer.Option("--once", help="Stop after that chat.")] = False,
     config: Annotated[Path | None, typer.Option(help="YAML file with these settings; flags win.")] = None,
 ) -> None:

@@ -26,7 +26,7 @@ from pdserve import smollm2
 
 DEFAULT_MODEL_NAME = "smollm2-135m-instruct"
 # Raise the number when the conversion changes: directories of older conversions are then made anew.
-_DEFAULT_MODEL_DIRECTORY = f"{DEFAULT_MODEL_NAME}-1"
+_DEFAULT_MODEL_DIRECTORY = f"{DEFAULT_MODEL_NAME}-2"
 _LOCK_TIMEOUT_S = 600.0
 _NEEDED_BYTES = 400 << 20
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]

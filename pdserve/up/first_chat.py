@@ -28,7 +28,7 @@ async def first_chat(url: str, model: str, prompt: str, console: Console) -> Non
     async with ChatClient(url) as client:
         while True:
             try:
-                async for text in client.stream(model, messages, _MAX_TOKENS):
+                async for text in client.stream(model, messages, _MAX_TOKENS, temperature=0):
                     console.print(text, end="", markup=False, highlight=False)
                 break
             except ChatError as error:

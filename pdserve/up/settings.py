@@ -38,7 +38,7 @@ class UpSettings:
     start_timeout_s: float = 300.0
     chat: bool = True
     """One chat when everything is ready."""
-    prompt: str = "What is the capital of France?"
+    prompt: str = "In one sentence, what is a lighthouse?"
     once: bool = False
     """Stop after the first chat."""
 
