@@ -223,12 +223,14 @@ class Session:
             self._pulse.ring()
 
     async def _run(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
         backoff_s = FIRST_BACKOFF_S
         try:
-            while True:
+            # grpc.aio swallows a cancellation at some of its waits: the count of requests to cancel remains.
+            while not task.cancelling():
                 connects = self.connects_total
-                cause = await self._run_once()
-                self._set_lost(cause)
+                self._set_lost(await self._run_once())
                 if self.connects_total > connects:
                     backoff_s = FIRST_BACKOFF_S
                 await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
@@ -254,12 +256,17 @@ class Session:
             tasks = [asyncio.create_task(self._read(call, pulse)), asyncio.create_task(self._write(call, pulse))]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                task.result()
+                if not task.cancelled():  # a failed write cancels the call, and with it the read
+                    task.result()
             return await _status(call)
         except TimeoutError:
             return "the peer does not read or does not answer"
-        except (grpc.aio.AioRpcError, ConnectionError) as error:
-            return error.details() or str(error.code()) if isinstance(error, grpc.aio.AioRpcError) else str(error)
+        except grpc.aio.AioRpcError as error:
+            return error.details() or str(error.code())
+        except ConnectionError as error:
+            return str(error)
+        except asyncio.InvalidStateError:  # grpc.aio's word for a call that has ended
+            return "the stream has ended"
         finally:
             for task in tasks:
                 task.cancel()

@@ -171,9 +171,11 @@ class SessionServer(inference_pb2_grpc.GenerationServicer):
             self._handler.session_lost(session, lost)
             for task in [*tasks, closed]:
                 task.cancel()
-            await asyncio.gather(*tasks, closed, return_exceptions=True)
-            if not self.sessions:
-                self._idle.set()
+            try:
+                await asyncio.gather(*tasks, closed, return_exceptions=True)
+            finally:  # gRPC may cancel this handler more than once
+                if not self.sessions:
+                    self._idle.set()
 
     async def _admit(self, context: Context) -> ServerSession:
         """Exchange hellos; refuse a stale incarnation; a newer session of the same peer replaces the older."""
@@ -243,7 +245,7 @@ def _reason(task: asyncio.Task[None]) -> str:
     error = task.exception()
     if isinstance(error, TimeoutError):
         return "the peer does not read"
-    if isinstance(error, PeerSilent | grpc.RpcError | asyncio.InvalidStateError):
+    if isinstance(error, PeerSilent | grpc.RpcError | grpc.aio.BaseError | asyncio.InvalidStateError):
         return str(error) or type(error).__name__
     if error is not None:
         raise error

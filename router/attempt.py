@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pdserve.session import Handle, OutputBuffer
 from pdserve.v1 import inference_pb2 as pb
-from router.placement import Placement
+from router.placement import Placement, WorkerKey, worker_key
 from router.workers import Worker
 
 
@@ -16,6 +16,10 @@ class Attempt:
         self.decode = placement.decode
         self.prefill = placement.prefill
         self.number = number
+        self.keys: dict[str, WorkerKey] = {
+            worker.worker_id: worker_key(worker) for worker in (self.decode, self.prefill) if worker is not None
+        }
+        """By worker id: the incarnations that it was sent to; the workers may have newer ones when it ends."""
         self.has_tokens = False
         """The decode worker has emitted in this attempt: the hand-off is behind it."""
         self._transfer_id = transfer_id

@@ -17,7 +17,7 @@ from pdserve import terminal
 from pdserve.v1 import inference_pb2 as pb
 from router.attempt import Attempt
 from router.config import RouterConfig
-from router.placement import Placer, Unplaceable, WorkerKey, worker_key
+from router.placement import Placer, Unplaceable, WorkerKey
 from router.workers import Worker
 from telemetry.metrics import RouterMetrics
 
@@ -115,6 +115,7 @@ class RequestPath:
         placement = await self._placer.place(num_tokens, request.group, avoid)
         if placement.is_second_try:
             await asyncio.sleep(SECOND_TRY_WAIT_S * 2 ** (number - 2))
+            placement = await self._placer.place(num_tokens, request.group, avoid)
         now_s = asyncio.get_running_loop().time()
         request.ClearField("handoff")
         request.output_so_far[:] = self._output_so_far
@@ -171,7 +172,7 @@ class RequestPath:
         suspects = [worker]
         if failure.code == pb.ERROR_CODE_HANDOFF_FAILED and attempt.prefill is not None:
             suspects = [attempt.prefill, attempt.decode]  # either may be the reason
-        avoid.update(worker_key(suspect) for suspect in suspects)
+        avoid.update(attempt.keys[suspect.worker_id] for suspect in suspects)
         is_last = attempt.number >= self._config.max_attempts
         # Work that a full worker refuses is not pushed onto workers of the other kind: the client is told to wait.
         is_full = failure.code == pb.ERROR_CODE_OVERLOADED and not self._placer.has_other(worker, avoid)

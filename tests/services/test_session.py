@@ -216,7 +216,8 @@ async def test_a_dead_or_stopped_client_ends_its_requests(worker: FakeWorker, nu
         await eventually(lambda: not worker.tasks, "nothing runs for it any more")
         assert not worker.sessions.sessions
     finally:
-        client.kill()
+        if client.returncode is None:
+            client.kill()
         await client.wait()
 
 
