@@ -223,12 +223,9 @@ class Session:
             self._pulse.ring()
 
     async def _run(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
         backoff_s = FIRST_BACKOFF_S
         try:
-            # grpc.aio swallows a cancellation at some of its waits: the count of requests to cancel remains.
-            while not task.cancelling():
+            while not _is_cancelled():
                 connects = self.connects_total
                 self._set_lost(await self._run_once())
                 if self.connects_total > connects:
@@ -353,6 +350,12 @@ class Session:
 
 def _lost(request_id: str, message: str) -> pb.Output:
     return terminal.failed(request_id, pb.ERROR_CODE_WORKER_LOST, message, retryable=True)
+
+
+def _is_cancelled() -> bool:
+    """grpc.aio swallows a cancellation at some of its waits; that it was asked for remains."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def _status(call: Call) -> str:
