@@ -147,11 +147,12 @@ class TcpChannel:
         with self._lock:
             self._socket = connected
             if self._closing:
+                connected.close()
                 raise ConnectionLost("closed")
-        configure(connected, self._settings.handshake_timeout_s)
         return connected
 
     def _greet(self, connected: socket.socket) -> None:
+        configure(connected, self._settings.handshake_timeout_s)
         hello = self._hello.SerializeToString()
         deadline_s = time.monotonic() + self._settings.handshake_timeout_s
         send_pieces(connected, [GREETING.pack(MAGIC, WIRE_VERSION, len(hello)), hello], deadline_s)
