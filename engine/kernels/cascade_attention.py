@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from engine.kernels.attention_core import LOG2E, MASKED, load_tile, softmax_step, token_offsets
+from engine.kernels import hopper_attention
+from engine.kernels.attention_core import FLOOR, LOG2E, MASKED, load_tile, softmax_step, token_offsets
 from engine.kernels.cascade_plan import CascadeCost, SharedRange, choose_groups, find_groups
 from engine.kernels.decode_attention import PrefixPartials
 
@@ -53,7 +54,7 @@ def _shared_kernel(
     v_ptr = k_ptr + stride_kv
     table = table_ptr + owner.to(tl.int64) * stride_table
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    m = tl.full([BLOCK_M], MASKED, tl.float32)
+    m = tl.full([BLOCK_M], FLOOR, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     full_end = begin + (end - begin) // BLOCK_N * BLOCK_N
     for start in tl.range(begin, full_end, BLOCK_N, num_stages=STAGES):
@@ -181,17 +182,27 @@ class CascadePlan:
         return np.array(items, np.int32), np.concatenate(members).astype(np.int32), kv_begin, count
 
     def run(
-        self, q: torch.Tensor, kv_layer: torch.Tensor, block_table: torch.Tensor, scale: float,
-        *, block_n: int = 64, num_warps: int = 8, num_stages: int = 3,
-    ) -> None:  # fmt: skip
-        """The shared ranges' partials of one layer, for ``paged_decode`` with a decode plan that was given ``prefix``."""
-        buffers = self._buffers
-        cost = self.cost
+        self,
+        q: torch.Tensor,
+        kv_layer: torch.Tensor,
+        block_table: torch.Tensor,
+        scale: float,
+        *,
+        portable: bool = False,
+        block_n: int = 128,
+    ) -> None:
+        """The shared ranges' partials of one layer, for ``paged_decode`` with a plan that was given ``prefix``."""
+        buffers, cost = self._buffers, self.cost
+        if not portable and self.block_m == hopper_attention.BLOCK_M and hopper_attention.supports(q, kv_layer):
+            hopper_attention.hopper_shared(
+                q, kv_layer, block_table, self.items, self.members, buffers.partial, buffers.lse, scale
+            )
+            return
         _shared_kernel[(cost.num_kv_heads, self.max_items)](
             q, kv_layer, block_table, self.items, self.members, buffers.partial, buffers.lse, scale * LOG2E,
             self.max_requests, cost.num_heads,
             q.stride(0), q.stride(1), kv_layer.stride(0), kv_layer.stride(1), kv_layer.stride(2), kv_layer.stride(3),
             block_table.stride(0), G=cost.num_heads // cost.num_kv_heads, S=kv_layer.shape[3], D=cost.head_dim,
             BLOCK_D=triton.next_power_of_2(cost.head_dim), BLOCK_G=self._block_g, BLOCK_M=self.block_m, BLOCK_N=block_n,
-            STAGES=num_stages, num_warps=num_warps,
+            STAGES=3, num_warps=8 if self.block_m >= 64 else 4,
         )  # fmt: skip

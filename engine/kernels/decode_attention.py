@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.attention_core import LOG2E, MASKED, load_tile, softmax_step, token_offsets
+from engine.kernels.attention_core import FLOOR, LOG2E, MASKED, load_tile, softmax_step, token_offsets
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def _decode_kernel(
     v_ptr = k_ptr + stride_kv
     table = table_ptr + request.to(tl.int64) * stride_table
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    m = tl.full([BLOCK_M], MASKED, tl.float32)
+    m = tl.full([BLOCK_M], FLOOR, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
 
     full_end = begin + (end - begin) // BLOCK_N * BLOCK_N
@@ -152,7 +152,23 @@ def _decode_kernel(
     if PREFIX:
         prefix_count = tl.load(prefix_count_ptr + request)
     out_rows = out_ptr + request.to(tl.int64) * stride_ot + head * G * stride_oh
-    if count + prefix_count == 1:
+    if count == 1:
+        # The whole request is in these registers, but for the partials of its shared prefixes.
+        if PREFIX:
+            for c in range(prefix_count):
+                index = c * prefix_stride + (request.to(tl.int64) * K + head) * G + g
+                lse = tl.load(prefix_lse_ptr + index, mask=g < G, other=MASKED)
+                part = tl.load(
+                    prefix_partial_ptr + index[:, None] * D + d[None, :],
+                    mask=(g[:, None] < G) & (d[None, :] < D),
+                    other=0.0,
+                )
+                m_new = tl.maximum(m, lse)
+                alpha = tl.math.exp2(m - m_new)
+                weight = tl.math.exp2(lse - m_new)
+                acc = acc * alpha[:, None] + part * weight[:, None]
+                total = total * alpha + weight
+                m = m_new
         out = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out_rows + g[:, None] * stride_oh + d[None, :], out.to(out_ptr.dtype.element_ty),
                  mask=(g[:, None] < G) & (d[None, :] < D))  # fmt: skip
@@ -168,7 +184,7 @@ def _decode_kernel(
             tl.store(counter_ptr + request * K + head, 0)  # ready for the next layer
             gg = tl.arange(0, BLOCK_G)
             merged = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-            tm = tl.full([BLOCK_G], MASKED, tl.float32)
+            tm = tl.full([BLOCK_G], FLOOR, tl.float32)
             tt = tl.zeros([BLOCK_G], tl.float32)
             first = tl.load(first_chunk_ptr + request).to(tl.int64)
             merged, tm, tt = _merge(merged, tm, tt, partial_ptr, lse_ptr, first * K * G + head * G, K * G, count, G, D,
@@ -216,8 +232,8 @@ class DecodePlan:
                 f"{num_heads} query heads do not divide over {num_kv_heads} KV heads: check the model's config"
             )
         sm_count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-        # About 16 programs an SM in all: enough that the tail of the last ones is small against the whole.
-        self.target_chunks = chunks or max(1, sm_count * 16 // num_kv_heads)
+        # About 4 programs an SM (one wave) when few requests are cut; many requests make more by themselves.
+        self.target_chunks = chunks or max(1, sm_count * 4 // num_kv_heads)
         self.min_chunk = self.ALIGN
         self.max_requests = max_requests
         slots = max_requests + self.target_chunks
@@ -257,9 +273,9 @@ def paged_decode(
     plan: DecodePlan,
     out: torch.Tensor | None = None,
     *,
-    block_n: int = 64,
-    num_warps: int = 4,
-    num_stages: int = 3,
+    block_n: int = 32,
+    num_warps: int = 2,
+    num_stages: int = 6,
 ) -> torch.Tensor:
     """Attention of q [B, H, D], the newest token of each request, over its paged KV -> out [B, H, D]; ``plan`` is this step's."""
     requests, num_heads, head_dim = q.shape

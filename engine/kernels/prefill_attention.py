@@ -1,9 +1,10 @@
-"""Paged chunked prefill attention: causal, over the request's cached tokens and its own chunk, which is already in the cache.
+"""Paged chunked prefill attention: causal, over the request's cached tokens and its chunk, which is in the cache already.
 
-A program takes a tile of BLOCK_M rows of one KV head: BLOCK_M / G tokens of a request times the G query heads that share the head
-(packed GQA: K and V are read once for all of them, and the causal edge of a tile is narrow). Tiles of all requests form one list that
-the programs search in ``cu_seqlens_q``, so the grid depends on host-known maxima only; later tiles, which attend to more, start first.
-Tiles below the causal edge run without a mask. The wgmma pipeline is the compiler's: ``num_stages`` tiles of K and V in flight.
+A program takes a tile of BLOCK_M rows of one KV head: BLOCK_M / G tokens of a request times the G query heads that share
+the head (packed GQA: K and V are read once for all of them, and the causal edge of a tile is narrow). Tiles of all
+requests form one list that the programs search in ``cu_seqlens_q``, so the grid depends on host-known maxima only; later
+tiles, which attend to more, start first. Tiles below the causal edge run without a mask. This is the portable kernel
+(any dtype, head dim and block size; the pipeline is the compiler's); Hopper has its own in ``hopper_attention``.
 
     row r of a tile: token = first + r // G, head = k*G + r % G, position = seq_len - q_len + token
 """
@@ -14,10 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.attention_core import LOG2E, MASKED, load_tile, softmax_step, token_offsets
+from engine.kernels import hopper_attention
+from engine.kernels.attention_core import FLOOR, LOG2E, MASKED, load_tile, softmax_step, token_offsets
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def _prefill_kernel(
     q_ptr, kv_ptr, table_ptr, cu_ptr, seq_lens_ptr, out_ptr, B, scale_log2, window,
     stride_qt, stride_qh, stride_n, stride_kv, stride_h, stride_s, stride_table, stride_ot, stride_oh,
@@ -53,7 +55,7 @@ def _prefill_kernel(
     v_ptr = k_ptr + stride_kv
     table = table_ptr + request.to(tl.int64) * stride_table
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    m = tl.full([BLOCK_M], MASKED, tl.float32)
+    m = tl.full([BLOCK_M], FLOOR, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
 
     end = tl.minimum(history + first + TOKENS, seq_len)  # one past the newest position of the tile
@@ -96,12 +98,17 @@ def paged_prefill(
     window: int | None = None,
     out: torch.Tensor | None = None,
     *,
+    portable: bool = False,
     block_m: int = 128,
-    block_n: int = 64,
+    block_n: int = 128,
     num_warps: int = 8,
     num_stages: int = 3,
 ) -> torch.Tensor:
-    """q [T, H, D] (the requests' newest tokens, one after the other) over their paged KV -> out [T, H, D]. No host sync."""
+    """q [T, H, D], the requests' newest tokens one after the other, over their paged KV -> out [T, H, D]. No host sync."""
+    out = torch.empty_like(q) if out is None else out
+    if not portable and hopper_attention.supports(q, kv_layer):
+        hopper_attention.hopper_prefill(q, kv_layer, block_table, cu_seqlens_q, seq_lens, scale, max_q_len, window, out)
+        return out
     tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_layer.shape[2], kv_layer.shape[3]
     requests = seq_lens.shape[0]
@@ -110,7 +117,6 @@ def paged_prefill(
     block_m = max(16, block_g, min(block_m, triton.next_power_of_2(max_q_len * block_g)))
     tile_tokens = block_m // block_g
     max_tiles = min(tokens // tile_tokens + requests, requests * triton.cdiv(max_q_len, tile_tokens))
-    out = torch.empty_like(q) if out is None else out
     _prefill_kernel[(num_kv_heads, max_tiles)](
         q, kv_layer, block_table, cu_seqlens_q, seq_lens, out, requests, scale * LOG2E, window or 0,
         q.stride(0), q.stride(1), kv_layer.stride(0), kv_layer.stride(1), kv_layer.stride(2), kv_layer.stride(3),

@@ -1,9 +1,9 @@
 """Draws tokens over the whole vocabulary without sorting it: argmax, thresholds for top-k / top-p / min-p, sparse penalties.
 
-The meaning is ``engine.sampler``'s and the noise ``engine.kernels.noise``'s, computed in place. A cut is a threshold on the logit: ``top_k``
-and ``top_p`` are found by a nine-way search (counts and masses of eight thresholds a pass, from the cache), until at most CANDIDATES
-tokens are left above it; those few are sorted in registers, which makes the cut exact. A cut that keeps more tokens is searched to the resolution
-of float32 instead. Then one pass takes ``argmax(logit / temperature + noise)`` of what is above the threshold.
+The meaning is ``engine.sampler``'s and the noise ``engine.kernels.noise``'s, computed in place. A cut is a threshold on
+the logit. ``top_k`` and ``top_p`` are searched nine ways at once (counts and masses of eight thresholds a pass over the
+row, which the cache holds), until at most CANDIDATES tokens are left between the bounds; those few are sorted in
+registers, which makes the cut exact. Then one pass takes ``argmax(logit / temperature + noise)`` of what is kept.
 
     logits [R, V] --penalise (sparse)--> --_threshold_kernel: a program a row--> threshold [R] --_argmax_kernel: (row, part)--> token [R]
 
@@ -34,13 +34,11 @@ def _lowbias32(x):
 
 @triton.jit
 def _gumbel(token_ids, low, high):
-    """-log(-log(1 - u)) of the counter-based hash; log1p by Kahan's correction, as u may vanish against 1."""
+    """-log(-log(1 - u)) of the counter-based hash; a small u may vanish against 1, so there log1p is its series."""
     bits = _lowbias32(_lowbias32(token_ids.to(tl.uint32) ^ low) + high)
     u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
-    rest = 1.0 - u
-    away = 1.0 - rest
-    exact = tl.where(away == 0.0, u, -tl.log(rest) * (u / tl.where(away == 0.0, 1.0, away)))
-    return -tl.log(exact)
+    series = 1.0 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6 + u * (1 / 7))))))
+    return -tl.log(tl.where(u < 0.0625, u * series, -tl.log(1.0 - u)))
 
 
 @triton.jit
@@ -48,42 +46,68 @@ def _tally(row_ptr, V, thresholds, best, inverse_t, BLOCK: tl.constexpr, WAYS: t
     """Count and mass (of exp((x - best) / T)) of the logits at or above each of WAYS thresholds."""
     counts = tl.zeros([BLOCK, WAYS], tl.int32)
     masses = tl.zeros([BLOCK, WAYS], tl.float32)
-    for start in range(0, V, BLOCK):
+    for start in tl.range(0, V, BLOCK, num_stages=4):
         at = start + tl.arange(0, BLOCK)
         x = tl.load(row_ptr + at, mask=at < V, other=_NEGATIVE_INFINITY).to(tl.float32)
         weight = tl.exp((x - best) * inverse_t)
-        above = (x[:, None] >= thresholds[None, :]) & (at < V)[:, None]
+        above = x[:, None] >= thresholds[None, :]
         counts += above.to(tl.int32)
         masses += tl.where(above, weight[:, None], 0.0)
     return tl.sum(counts, 0), tl.sum(masses, 0)
 
 
 @triton.jit
-def _search(row_ptr, V, low, high, count, mass, need_count, need_mass, best, inverse_t, limit,
-            BLOCK: tl.constexpr, WAYS: tl.constexpr, PASSES: tl.constexpr):  # fmt: skip
-    """The highest threshold found that keeps enough: (threshold, count, mass), within PASSES or once it keeps at most ``limit``."""
+def _search(row_ptr, V, low, high, above, mass_above, need_count, need_mass, best, inverse_t,
+            BLOCK: tl.constexpr, POOL: tl.constexpr, WAYS: tl.constexpr, PASSES: tl.constexpr):  # fmt: skip
+    """Narrow [low, high) around the cut until at most POOL tokens are in it.
+
+    At or above ``low`` enough is kept, at or above ``high`` (``above`` tokens of ``mass_above``) it is not. Returns the
+    narrowed (low, high, tokens between, above, mass_above).
+    """
     way = tl.arange(0, WAYS)
+    between = V
     step = 0
-    while (step < PASSES) & (count > limit):
-        # Ascending, above low, below high. The first pass knows no lower end: distances 2^0 .. 2^7 half temperatures below the best.
+    while (step < PASSES) & (between > POOL):
+        # Ascending. The first pass knows no lower end: 2^7 .. 2^0 half temperatures below the best.
         start = tl.where(low == _NEGATIVE_INFINITY, best, low)
         spread = start + (high - start) * ((way + 1).to(tl.float32) / (WAYS + 1))
         first = best - tl.exp2((WAYS - 1 - way).to(tl.float32)) * (0.5 / inverse_t)
         thresholds = tl.where(low == _NEGATIVE_INFINITY, first, spread)
         counts, masses = _tally(row_ptr, V, thresholds, best, inverse_t, BLOCK, WAYS)
         enough = (counts >= need_count) & (masses >= need_mass)
-        taken = tl.sum(enough.to(tl.int32), 0)  # they are nested: the lowest ones keep enough
-        upper = tl.min(tl.where(way == taken, thresholds, high), 0)
+        taken = tl.sum(enough.to(tl.int32), 0)  # nested: the lowest ones keep enough
+        if taken < WAYS:
+            high = tl.sum(tl.where(way == taken, thresholds, 0.0), 0)
+            above = tl.sum(tl.where(way == taken, counts, 0), 0)
+            mass_above = tl.sum(tl.where(way == taken, masses, 0.0), 0)
+        kept = V
         if taken > 0:
-            low = tl.max(tl.where(way == taken - 1, thresholds, _NEGATIVE_INFINITY), 0)
-            count = tl.sum(tl.where(way == taken - 1, counts, 0), 0)
-            mass = tl.sum(tl.where(way == taken - 1, masses, 0.0), 0)
+            low = tl.sum(tl.where(way == taken - 1, thresholds, 0.0), 0)
+            kept = tl.sum(tl.where(way == taken - 1, counts, 0), 0)
         else:
-            # Too few even at the lowest: only in the first pass can low still be -inf; give it an end far away.
-            low = tl.where(low == _NEGATIVE_INFINITY, upper - 1.0e4 / inverse_t, low)
-        high = upper
+            # The cut is below the first pass's reach; no logit is (or weighs anything) so far down.
+            low = tl.where(low == _NEGATIVE_INFINITY, high - 1.0e4 / inverse_t, low)
+            kept = tl.where(step == 0, V, between + above)
+        between = kept - above
         step += 1
-    return low, count, mass
+    return low, high, between, above, mass_above
+
+
+@triton.jit
+def _band(row_ptr, V, low, high, between, pool_ptr, pool_count_ptr, BLOCK: tl.constexpr, POOL: tl.constexpr):
+    """The logits in [low, high), falling, padded with -inf; at most POOL."""
+    for start in tl.range(0, V, BLOCK, num_stages=4):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(row_ptr + at, mask=at < V, other=_NEGATIVE_INFINITY).to(tl.float32)
+        chosen = (x >= low) & (x < high)
+        slot = tl.atomic_add(pool_count_ptr + tl.zeros([BLOCK], tl.int32), 1, mask=chosen, sem="relaxed")
+        tl.store(pool_ptr + slot, x, mask=chosen & (slot < POOL))
+    tl.debug_barrier()
+    tl.store(pool_count_ptr, 0)
+    i = tl.arange(0, POOL)
+    return tl.sort(
+        tl.load(pool_ptr + i, mask=i < between, other=_NEGATIVE_INFINITY, cache_modifier=".cg"), descending=True
+    )
 
 
 @triton.jit
@@ -98,57 +122,54 @@ def _threshold_kernel(
     min_p = tl.load(min_p_ptr + row)
     threshold = tl.full((), _NEGATIVE_INFINITY, tl.float32)
     cut_k = (top_k > 0) & (top_k < V)
-    if (temperature > 0) & (cut_k | (top_p < 1.0) | (min_p > 0.0)):
+    cut_p = top_p < 1.0
+    if (temperature > 0) & (cut_k | cut_p | (min_p > 0.0)):
         row_ptr = logits_ptr + row * stride
+        pool = pool_ptr + row * POOL
         inverse_t = 1.0 / temperature
         tops = tl.full([BLOCK], _NEGATIVE_INFINITY, tl.float32)
-        for start in range(0, V, BLOCK):
+        for start in tl.range(0, V, BLOCK, num_stages=4):
             at = start + tl.arange(0, BLOCK)
             tops = tl.maximum(tops, tl.load(row_ptr + at, mask=at < V, other=_NEGATIVE_INFINITY).to(tl.float32))
         best = tl.max(tops, 0)
-        if cut_k | (top_p < 1.0):
-            sums = tl.zeros([BLOCK], tl.float32)
-            for start in range(0, V, BLOCK):
-                at = start + tl.arange(0, BLOCK)
-                x = tl.load(row_ptr + at, mask=at < V, other=_NEGATIVE_INFINITY).to(tl.float32)
-                sums += tl.exp((x - best) * inverse_t)
-            mass = tl.sum(sums, 0)
-            count = V
-            low = tl.full((), _NEGATIVE_INFINITY, tl.float32)
-            high = best + temperature * 1.0e-3 + tl.abs(best) * 1.0e-6
-            if cut_k:
-                low, count, mass = _search(row_ptr, V, low, high, count, mass, top_k, 0.0, best, inverse_t, POOL,
-                                           BLOCK, WAYS, PASSES)  # fmt: skip
-            in_pool = cut_k & (count <= POOL)  # then the k-th best is found among the sorted candidates
-            needed = top_p * mass
-            if (top_p < 1.0) & (count > POOL):
-                low, count, mass = _search(row_ptr, V, low, high, count, mass, 1, needed, best, inverse_t, POOL,
-                                           BLOCK, WAYS, PASSES)  # fmt: skip
-            threshold = low  # more than fit: what the search converged to
-            if count <= POOL:
-                pool = pool_ptr + row * POOL
-                for start in range(0, V, BLOCK):
+        low = tl.full((), _NEGATIVE_INFINITY, tl.float32)
+        high = best + temperature * 1.0e-3 + tl.abs(best) * 1.0e-6
+        above = 0
+        mass_above = 0.0
+        total = 0.0
+        if cut_k:
+            low, high, between, above, mass_above = _search(
+                row_ptr, V, low, high, above, mass_above, top_k, 0.0, best, inverse_t, BLOCK, POOL, WAYS, PASSES
+            )
+            x = _band(row_ptr, V, low, high, between, pool, pool_count_ptr + row, BLOCK, POOL)
+            i = tl.arange(0, POOL)
+            threshold = tl.max(tl.where(i == top_k - above - 1, x, _NEGATIVE_INFINITY), 0)
+            threshold = tl.where(between > POOL, low, threshold)  # only thousands of equal logits are left undivided
+            total = mass_above + tl.sum(tl.where(x >= threshold, tl.exp((x - best) * inverse_t), 0.0), 0)
+        if cut_p:
+            if not cut_k:
+                sums = tl.zeros([BLOCK], tl.float32)
+                for start in tl.range(0, V, BLOCK, num_stages=4):
                     at = start + tl.arange(0, BLOCK)
                     x = tl.load(row_ptr + at, mask=at < V, other=_NEGATIVE_INFINITY).to(tl.float32)
-                    chosen = (x >= low) & (at < V)
-                    slot = tl.atomic_add(
-                        pool_count_ptr + row + tl.zeros([BLOCK], tl.int32), 1, mask=chosen, sem="relaxed"
-                    )
-                    tl.store(pool + slot, x, mask=chosen & (slot < POOL))
-                tl.debug_barrier()
-                i = tl.arange(0, POOL)
-                x = tl.load(pool + i, mask=i < count, other=_NEGATIVE_INFINITY, cache_modifier=".cg")
-                x = tl.sort(x, descending=True)
-                if in_pool:
-                    threshold = tl.max(tl.where(i == tl.minimum(top_k, count) - 1, x, _NEGATIVE_INFINITY), 0)
-                weight = tl.where((x >= threshold) & (i < count), tl.exp((x - best) * inverse_t), 0.0)
-                if in_pool:
-                    needed = top_p * tl.sum(weight, 0)
-                if top_p < 1.0:
-                    before = tl.cumsum(weight, 0) - weight
-                    kept = (before < needed) & (weight > 0.0)
-                    threshold = tl.min(tl.where(kept, x, best), 0)
-                tl.store(pool_count_ptr + row, 0)
+                    sums += tl.exp((x - best) * inverse_t)
+                total = tl.sum(sums, 0)
+            needed = top_p * total
+            if cut_k & (mass_above < needed):
+                low = threshold  # the same band holds this cut too
+            else:
+                # Above the band of top_k, or anywhere.
+                low = tl.where(cut_k, high, low)
+                high = tl.where(cut_k, best + temperature * 1.0e-3 + tl.abs(best) * 1.0e-6, high)
+                low, high, between, above, mass_above = _search(
+                    row_ptr, V, low, high, 0, 0.0, 1, needed, best, inverse_t, BLOCK, POOL, WAYS, PASSES
+                )
+            x = _band(row_ptr, V, low, high, tl.minimum(between, POOL), pool, pool_count_ptr + row, BLOCK, POOL)
+            weight = tl.where(x >= low, tl.exp((x - best) * inverse_t), 0.0)
+            before = mass_above + tl.cumsum(weight, 0) - weight
+            kept = (before < needed) & (x >= low)
+            cut = tl.min(tl.where(kept, x, high), 0)
+            threshold = tl.maximum(threshold, tl.where(between > POOL, low, cut))
         if min_p > 0.0:
             threshold = tl.maximum(threshold, best + temperature * tl.log(min_p))
     tl.store(threshold_ptr + row, threshold)
@@ -175,7 +196,10 @@ def _argmax_kernel(
         at = (part * TILES + tile) * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits_ptr + row * stride + at, mask=at < V, other=_NEGATIVE_INFINITY).to(tl.float32)
         if NOISE and temperature > 0:
-            x = tl.where(x >= threshold, x / temperature + _gumbel(at, low, high), _NEGATIVE_INFINITY)
+            if THRESHOLD and tl.max(x, 0) < threshold:  # most tiles keep nothing: no noise for them
+                x = tl.full([BLOCK], _NEGATIVE_INFINITY, tl.float32)
+            else:
+                x = tl.where(x >= threshold, x / temperature + _gumbel(at, low, high), _NEGATIVE_INFINITY)
         better = x > best
         best = tl.where(better, x, best)
         best_at = tl.where(better, at, best_at)

@@ -1,0 +1,365 @@
+"""Paged attention of many query rows on Hopper: one producer warp streams K and V through TMA, two warpgroups compute.
+
+Owns the matrix-bound attention of sm_90: chunked prefill and the shared ranges of a cascade, written in Gluon because
+the overlap must be said explicitly. ``prefill_attention`` and ``cascade_attention`` call it where it applies
+(``supports``) and hold portable kernels of the same meaning for everywhere else. Follows FlashAttention-3 (Shah et
+al., 2024): warp specialisation, and inside a warpgroup the scores of tile j + 1 are in flight with P V of tile j.
+
+    producer:     block ids -> TMA boxes [S, 64] of K and V -> full barriers      (waits on empty barriers)
+    consumer w:   rows 64w .. 64w+63:  S = Q K(j+1)', O += P V(j)  in flight together -> softmax -> next
+
+Layout: KV ``[N, 2, K, S, D]`` contiguous, seen as rows of D; a head of a block is S consecutive rows, one TMA box a half
+(64 columns, 128-byte swizzle). Rows of V past the last token are cleared in shared memory, so a block's unused slots may
+hold anything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from engine.kernels.attention_core import LOG2E
+
+BLOCK_M = 128
+BLOCK_N = 128
+_HALF = 64
+_MASKED = gl.constexpr(-1.0e30)
+_FLOOR = gl.constexpr(-1.0e20)  # see attention_core
+
+
+@gluon.jit
+def _produce(
+    desc, table_ptr, head, begin_block, last_block, tiles, k_lo, k_hi, v_lo, v_hi, k_full, k_empty, v_full, v_empty,
+    K: gl.constexpr, S: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, TWO: gl.constexpr,
+):  # fmt: skip
+    PER: gl.constexpr = N // S
+    BYTES: gl.constexpr = N * 128 * (2 if TWO else 1)
+    for j in range(tiles):
+        stage = j % STAGES
+        free = ((j // STAGES) & 1) ^ 1
+        # All ids first: their loads overlap each other and the wait.
+        blocks = ()
+        for i in gl.static_range(PER):
+            blocks = blocks + (gl.load(table_ptr + gl.minimum(begin_block + j * PER + i, last_block)),)
+        mbarrier.wait(k_empty.index(stage), free)
+        mbarrier.expect(k_full.index(stage), BYTES)
+        for i in gl.static_range(PER):
+            row = (blocks[i] * (2 * K) + head) * S
+            tma.async_copy_global_to_shared(desc, [row, 0], k_full.index(stage), k_lo.index(stage).slice(i * S, S))
+            if TWO:
+                tma.async_copy_global_to_shared(desc, [row, 64], k_full.index(stage), k_hi.index(stage).slice(i * S, S))
+        mbarrier.wait(v_empty.index(stage), free)
+        mbarrier.expect(v_full.index(stage), BYTES)
+        for i in gl.static_range(PER):
+            row = (blocks[i] * (2 * K) + K + head) * S
+            tma.async_copy_global_to_shared(desc, [row, 0], v_full.index(stage), v_lo.index(stage).slice(i * S, S))
+            if TWO:
+                tma.async_copy_global_to_shared(desc, [row, 64], v_full.index(stage), v_hi.index(stage).slice(i * S, S))
+
+
+@gluon.jit
+def _clear_rows(tile, valid, N: gl.constexpr):
+    """Zero the rows of a V tile from ``valid`` on; both warpgroups may do it, they write the same bytes."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    x = tile.load(LAYOUT)
+    row = gl.arange(0, N, layout=gl.SliceLayout(1, LAYOUT))
+    zero = gl.zeros_like(x)
+    tile.store(gl.where((row < valid)[:, None], x, zero))
+    fence_async_shared()
+
+
+@gluon.jit
+def _consume(
+    q_ptr, members_ptr, out_ptr, lse_ptr, head, first, limit, source, history, begin, end, tiles, chunk_row, scale_log2, window,
+    stride_qt, stride_qh, stride_ot, stride_oh, heads,
+    q_smem, k_lo, k_hi, v_lo, v_hi, k_full, k_empty, v_full, v_empty,
+    WG: gl.constexpr, G: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, TWO: gl.constexpr,
+    SHARED: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    D: gl.constexpr = 128 if TWO else 64
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+
+    # Q of this warpgroup: 64 rows to shared memory.
+    r = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LOAD))
+    logical = first + r // G
+    valid = logical < limit
+    if SHARED:
+        token = gl.load(members_ptr + logical, mask=valid, other=0)
+    else:
+        token = source + logical
+    rows = token.to(gl.int64) * stride_qt + (head * G + r % G) * stride_qh
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, LOAD))
+    q_at = q_ptr + rows[:, None] + column[None, :]
+    q_lo = q_smem.index(WG * 2)
+    q_hi = q_smem.index(WG * 2 + 1)
+    q_lo.store(gl.load(q_at, mask=valid[:, None], other=0.0))
+    if TWO:
+        q_hi.store(gl.load(q_at + 64, mask=valid[:, None], other=0.0))
+    fence_async_shared()
+
+    row = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
+    position = gl.zeros_like(row) + (end - 1)
+    edge = (end - begin) // N  # the first tile that needs a mask
+    if not SHARED:
+        position = history + first + row // G
+        edge = gl.minimum((history + first + (WG * 64) // G + 1 - begin) // N, edge)
+    n = gl.arange(0, N, layout=gl.SliceLayout(0, S_LAYOUT))
+
+    zero_s = gl.zeros([64, N], gl.float32, S_LAYOUT)
+    o_lo = gl.zeros([64, 64], gl.float32, O_LAYOUT)
+    o_hi = gl.zeros([64, 64], gl.float32, O_LAYOUT)
+    mbarrier.wait(k_full.index(0), 0)
+    s = warpgroup_mma(q_lo, k_lo.index(0).permute((1, 0)), zero_s, use_acc=False, is_async=True)
+    if TWO:
+        s = warpgroup_mma(q_hi, k_hi.index(0).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma_wait(0, [s])
+    mbarrier.arrive(k_empty.index(0), count=1)
+    if WINDOW or edge <= 0:
+        seen = (begin + n)[None, :] <= position[:, None]
+        if WINDOW:
+            seen = seen & ((begin + n)[None, :] > position[:, None] - window)
+        s = gl.where(seen, s, _MASKED)
+    m = gl.maximum(gl.max(s, 1) * scale_log2, _FLOOR)
+    e = gl.exp2(s * scale_log2 - m[:, None])
+    total = gl.sum(e, 1)
+    p = gl.convert_layout(e.to(dtype), P_LAYOUT)
+    for j in range(1, tiles):
+        stage = j % STAGES
+        before = (j - 1) % STAGES
+        mbarrier.wait(k_full.index(stage), (j // STAGES) & 1)
+        s = warpgroup_mma(q_lo, k_lo.index(stage).permute((1, 0)), zero_s, use_acc=False, is_async=True)
+        if TWO:
+            s = warpgroup_mma(q_hi, k_hi.index(stage).permute((1, 0)), s, is_async=True)
+        mbarrier.wait(v_full.index(before), ((j - 1) // STAGES) & 1)
+        t_lo = warpgroup_mma(p, v_lo.index(before), o_lo, is_async=True)
+        if TWO:
+            t_hi = warpgroup_mma(p, v_hi.index(before), o_hi, is_async=True)
+            s = warpgroup_mma_wait(2, [s])
+        else:
+            s = warpgroup_mma_wait(1, [s])
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        if WINDOW or j >= edge:
+            at = begin + j * N + n
+            seen = at[None, :] <= position[:, None]
+            if WINDOW:
+                seen = seen & (at[None, :] > position[:, None] - window)
+            s = gl.where(seen, s, _MASKED)
+        m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+        e = gl.exp2(s * scale_log2 - m_new[:, None])
+        alpha = gl.exp2(m - m_new)
+        total = total * alpha + gl.sum(e, 1)
+        m = m_new
+        alpha_o = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        # The next P is a dependency of the wait: so the compiler computes the softmax before it, under the running products.
+        p_next = gl.convert_layout(e.to(dtype), P_LAYOUT)
+        if TWO:
+            o_lo, o_hi, p, p_next = warpgroup_mma_wait(0, [t_lo, t_hi, p, p_next])
+            o_hi = o_hi * alpha_o
+        else:
+            o_lo, p, p_next = warpgroup_mma_wait(0, [t_lo, p, p_next])
+        mbarrier.arrive(v_empty.index(before), count=1)
+        o_lo = o_lo * alpha_o
+        p = p_next
+    last = (tiles - 1) % STAGES
+    mbarrier.wait(v_full.index(last), ((tiles - 1) // STAGES) & 1)
+    rest = end - begin - (tiles - 1) * N
+    if rest < N:
+        _clear_rows(v_lo.index(last), rest, N)
+        if TWO:
+            _clear_rows(v_hi.index(last), rest, N)
+    o_lo = warpgroup_mma(p, v_lo.index(last), o_lo, is_async=True)
+    if TWO:
+        o_hi = warpgroup_mma(p, v_hi.index(last), o_hi, is_async=True)
+        o_lo, o_hi, p = warpgroup_mma_wait(0, [o_lo, o_hi, p])
+    else:
+        o_lo, p = warpgroup_mma_wait(0, [o_lo, p])
+
+    inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, O_LAYOUT))[:, None]
+    r = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, O_LAYOUT))
+    logical = first + r // G
+    valid = logical < limit
+    d = gl.arange(0, 64, layout=gl.SliceLayout(0, O_LAYOUT))
+    if SHARED:
+        token = gl.load(members_ptr + logical, mask=valid, other=0)
+        index = (chunk_row + token) * heads + head * G + r % G
+        lse = gl.convert_layout(m + gl.log2(total), gl.SliceLayout(1, O_LAYOUT))
+        gl.store(lse_ptr + index, lse, mask=valid)
+        target = out_ptr + (index * D)[:, None] + d[None, :]
+    else:
+        token = source + logical
+        target = out_ptr + (token.to(gl.int64) * stride_ot + (head * G + r % G) * stride_oh)[:, None] + d[None, :]
+    gl.store(target, (o_lo * inverse).to(out_ptr.dtype.element_ty), mask=valid[:, None])
+    if TWO:
+        gl.store(target + 64, (o_hi * inverse).to(out_ptr.dtype.element_ty), mask=valid[:, None])
+
+
+@gluon.jit(do_not_specialize=["B"])
+def _hopper_kernel(
+    q_ptr, desc, table_ptr, cu_ptr, seq_lens_ptr, items_ptr, members_ptr, out_ptr, lse_ptr, B, heads, scale_log2, window,
+    stride_qt, stride_qh, stride_table, stride_ot, stride_oh,
+    K: gl.constexpr, G: gl.constexpr, S: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, TWO: gl.constexpr,
+    BLOCK_B: gl.constexpr, SHARED: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    TOKENS: gl.constexpr = 128 // G
+    head = gl.program_id(0)
+    begin = gl.to_tensor(0)
+    history = gl.to_tensor(0)
+    source = gl.to_tensor(0)
+    chunk_row = gl.program_id(0).to(gl.int64) * 0
+    if SHARED:
+        item = items_ptr + gl.program_id(1) * 8
+        first = gl.load(item)
+        limit = first + gl.load(item + 1)
+        owner = gl.load(item + 2)
+        begin = gl.load(item + 3)
+        end = gl.load(item + 4)
+        chunk_row = gl.load(item + 5).to(gl.int64) * B
+        idle = limit == first
+    else:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        tile = gl.num_programs(1) - 1 - gl.program_id(1)
+        b = gl.arange(0, BLOCK_B, layout=LAYOUT)
+        q_lens = gl.load(cu_ptr + b + 1, mask=b < B, other=0) - gl.load(cu_ptr + b, mask=b < B, other=0)
+        tiles_of = gl.where(b < B, (q_lens + TOKENS - 1) // TOKENS, 0)
+        upto = gl.associative_scan(tiles_of, 0, _plus)
+        owner = gl.sum((upto <= tile).to(gl.int32), 0)
+        idle = owner >= B
+        owner = gl.minimum(owner, B - 1)
+        first = (tile - gl.sum(gl.where(b == owner, upto - tiles_of, 0), 0)) * TOKENS
+        source = gl.load(cu_ptr + owner)
+        limit = gl.load(cu_ptr + owner + 1) - source
+        seq_len = gl.load(seq_lens_ptr + owner)
+        history = seq_len - limit
+        end = gl.minimum(history + first + TOKENS, seq_len)
+        if WINDOW:
+            begin = gl.maximum(history + first - window + 1, 0) // N * N
+    if idle:
+        return
+    tiles = (end - begin + N - 1) // N
+    table = table_ptr + owner.to(gl.int64) * stride_table
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    SMEM: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    q_smem = gl.allocate_shared_memory(dtype, [4, 64, 64], SMEM)
+    HI: gl.constexpr = STAGES if TWO else 1
+    k_lo = gl.allocate_shared_memory(dtype, [STAGES, N, 64], SMEM)
+    k_hi = gl.allocate_shared_memory(dtype, [HI, N, 64], SMEM)
+    v_lo = gl.allocate_shared_memory(dtype, [STAGES, N, 64], SMEM)
+    v_hi = gl.allocate_shared_memory(dtype, [HI, N, 64], SMEM)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(v_empty.index(i), count=2)
+    fence_async_shared()
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    q_ptr, members_ptr, out_ptr, lse_ptr, head, first, limit, source, history, begin, end, tiles, chunk_row,
+                    scale_log2, window, stride_qt, stride_qh, stride_ot, stride_oh, heads, q_smem, k_lo, k_hi, v_lo, v_hi,
+                    k_full, k_empty, v_full, v_empty, FIRST, G, N, STAGES, TWO, SHARED, WINDOW,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    q_ptr, members_ptr, out_ptr, lse_ptr, head, first, limit, source, history, begin, end, tiles, chunk_row,
+                    scale_log2, window, stride_qt, stride_qh, stride_ot, stride_oh, heads, q_smem, k_lo, k_hi, v_lo, v_hi,
+                    k_full, k_empty, v_full, v_empty, SECOND, G, N, STAGES, TWO, SHARED, WINDOW,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    desc, table, head, begin // S, (end - 1) // S, tiles, k_lo, k_hi, v_lo, v_hi, k_full, k_empty, v_full,
+                    v_empty, K, S, N, STAGES, TWO,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _plus(a, b):
+    return a + b
+
+
+def supports(q: torch.Tensor, kv_layer: torch.Tensor) -> bool:
+    """Whether this kernel runs for these tensors: Hopper, 16-bit, head dim 64 or 128, block size 16 to 128."""
+    group = q.shape[1] // kv_layer.shape[2]
+    return (
+        q.device.type == "cuda"
+        and torch.cuda.get_device_capability(q.device) == (9, 0)
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and kv_layer.dtype == q.dtype
+        and kv_layer.shape[4] in (64, 128)
+        and kv_layer.shape[3] in (16, 32, 64, 128)
+        and kv_layer.is_contiguous()
+        and group & (group - 1) == 0
+        and group <= 64
+    )
+
+
+def _descriptor(kv_layer: torch.Tensor) -> Any:
+    rows = kv_layer.view(-1, kv_layer.shape[4])
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return TensorDescriptor.from_tensor(rows, [kv_layer.shape[3], _HALF], layout)
+
+
+def hopper_prefill(
+    q: torch.Tensor, kv_layer: torch.Tensor, block_table: torch.Tensor, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor,
+    scale: float, max_q_len: int, window: int | None, out: torch.Tensor, *, stages: int = 2,
+) -> None:  # fmt: skip
+    """See ``prefill_attention.paged_prefill``."""
+    tokens, num_heads, head_dim = q.shape
+    num_kv_heads, requests = kv_layer.shape[2], seq_lens.shape[0]
+    group = num_heads // num_kv_heads
+    tile_tokens = BLOCK_M // group
+    max_tiles = min(tokens // tile_tokens + requests, requests * triton.cdiv(max_q_len, tile_tokens))
+    _hopper_kernel[(num_kv_heads, max_tiles)](
+        q, _descriptor(kv_layer), block_table, cu_seqlens_q, seq_lens, cu_seqlens_q, cu_seqlens_q, out, out, requests, num_heads,
+        scale * LOG2E, window or 0, q.stride(0), q.stride(1), block_table.stride(0), out.stride(0), out.stride(1),
+        K=num_kv_heads, G=group, S=kv_layer.shape[3], N=BLOCK_N, STAGES=stages, TWO=head_dim == 128,
+        BLOCK_B=max(128, triton.next_power_of_2(requests)), SHARED=False, WINDOW=window is not None, num_warps=4,
+    )  # fmt: skip
+
+
+def hopper_shared(
+    q: torch.Tensor, kv_layer: torch.Tensor, block_table: torch.Tensor, items: torch.Tensor, members: torch.Tensor,
+    partial: torch.Tensor, lse: torch.Tensor, scale: float, *, stages: int = 2,
+) -> None:  # fmt: skip
+    """The shared ranges of a cascade: see ``cascade_attention``; items' rows are for tiles of 128 rows."""
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads = kv_layer.shape[2]
+    _hopper_kernel[(num_kv_heads, items.shape[0])](
+        q, _descriptor(kv_layer), block_table, items, items, items, members, partial, lse, partial.shape[1], num_heads,
+        scale * LOG2E, 0, q.stride(0), q.stride(1), block_table.stride(0), 0, 0,
+        K=num_kv_heads, G=num_heads // num_kv_heads, S=kv_layer.shape[3], N=BLOCK_N, STAGES=stages, TWO=head_dim == 128,
+        BLOCK_B=128, SHARED=True, WINDOW=False, num_warps=4,
+    )  # fmt: skip
