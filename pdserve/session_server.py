@@ -12,6 +12,7 @@ Losing a session (stream broken, 2 s of silence, the peer does not read) ends it
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 MAX_SESSIONS = 1024
 MAX_OUTPUTS_IN_FRAME = 4096
 MAX_PENDING_OUTPUTS = 65_536
+CLOSE_TIMEOUT_S = 5.0  # then stopping the gRPC server cancels what is left
 
 log = logging.getLogger(__name__)
 
@@ -147,8 +149,10 @@ class SessionServer(inference_pb2_grpc.GenerationServicer):
         """End all sessions (before the gRPC server is stopped, which would wait for them)."""
         for session in list(self.sessions.values()):
             session.close("the server is closing")
-        if self.sessions:
-            await self._idle.wait()  # each leaves when its own tasks have ended
+        if self.sessions:  # each leaves when its own tasks have ended
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self._idle.wait()
 
     async def Session(  # type: ignore[override]  # grpc.aio also takes a coroutine that reads and writes its context
         self, request_iterator: AsyncIterator[pb.ClientFrame], context: Context

@@ -20,6 +20,7 @@ from router.workers import Worker, Workers
 MAX_GROUPS = 4096
 GROUP_TTL_S = 60.0
 CONNECT_WAIT_S = 1.0
+LOOK_AGAIN_S = 0.2
 
 WorkerKey = tuple[str, int]
 """Worker id and incarnation: a restarted worker has failed nobody yet."""
@@ -67,7 +68,7 @@ class Placer:
         started_s = loop.time()
         while True:
             waited_s = loop.time() - started_s
-            if not self._is_prefill_connecting() or waited_s >= CONNECT_WAIT_S:
+            if not self._is_prefill_connecting():
                 placement = self._of_group(group, avoid) or await self._choose(num_tokens, avoid)
                 if placement is not None:
                     self._remember(group, placement)
@@ -75,8 +76,7 @@ class Placer:
             self._refuse_too_large(num_tokens)
             if waited_s >= self._config.no_worker_wait_s:
                 raise Unplaceable(pb.ERROR_CODE_NO_WORKERS, self._why_nobody(), retry_after_s=1.0)
-            limit_s = CONNECT_WAIT_S if waited_s < CONNECT_WAIT_S else self._config.no_worker_wait_s
-            await self._workers.wait_change(max(0.001, min(limit_s, self._config.no_worker_wait_s) - waited_s))
+            await self._workers.wait_change(min(LOOK_AGAIN_S, self._config.no_worker_wait_s - waited_s))
 
     def has_other(self, worker: Worker, avoid: Collection[WorkerKey]) -> bool:
         """Whether there is another worker of the same role that can be used and is not to be avoided."""
@@ -112,7 +112,9 @@ class Placer:
     def _is_prefill_connecting(self) -> bool:
         """A prefill worker has just registered and none is there yet: a moment's patience instead of going without."""
         prefills = self._workers.with_role("prefill")
-        return any(worker.state == "connecting" for worker in prefills) and not any(w.usable for w in prefills)
+        new_since_s = asyncio.get_running_loop().time() - CONNECT_WAIT_S
+        is_coming = any(worker.state == "connecting" and worker.met_s > new_since_s for worker in prefills)
+        return is_coming and not any(worker.usable for worker in prefills)
 
     def _of_group(self, group: str, avoid: Collection[WorkerKey]) -> Placement | None:
         if not group or group not in self._groups:

@@ -33,6 +33,7 @@ class Worker:
     def __init__(self, record: WorkerRecord, session: Session) -> None:
         self.record = record
         self.session = session
+        self.met_s = asyncio.get_running_loop().time()
         self.outstanding_requests = 0
         self.outstanding_tokens = 0
 

@@ -45,7 +45,10 @@ class StatusServer:
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 head = await reader.readuntil(b"\r\n\r\n")
-                writer.write(self._answer(head.split(b"\r\n", 1)[0].decode("latin-1")))
+                answer = self._answer(head.split(b"\r\n", 1)[0].decode("latin-1"))
+                if head.startswith(b"HEAD "):
+                    answer = answer[: answer.index(b"\r\n\r\n") + 4]
+                writer.write(answer)
                 await writer.drain()
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError, TimeoutError):
             return  # not a request, or nobody waits for the answer
