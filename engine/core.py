@@ -160,6 +160,10 @@ class EngineCore:
                 else:
                     assert self.sender is not None
                     self.sender.prefill_ended(request_or_none, output)
+        return self.take_news()
+
+    def take_news(self) -> StepOutputs:
+        """What there is to say already, without a step: a first token that came with its KV does not wait for one."""
         outputs, self._news = self._news, []
         return StepOutputs(outputs=outputs)
 

@@ -145,6 +145,8 @@ class EngineProcess:
             self._receive(engine)
         if engine.handoff is not None:
             engine.handoff.poll()
+            if (news := engine.core.take_news()).outputs:
+                self._send(news)
         outputs = engine.core.step()
         now_s = time.monotonic()
         # What the counters say at the end of a burst must not wait for the heartbeat.
