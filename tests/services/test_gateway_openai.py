@@ -174,13 +174,14 @@ async def test_sampling_fields_arrive(client: openai.AsyncOpenAI, router: FakeRo
     assert not sampling.HasField("logprobs")
 
 
-async def test_defaults_without_a_word_from_the_client(client: openai.AsyncOpenAI, router: FakeRouter) -> None:
+async def test_what_the_client_leaves_out(client: openai.AsyncOpenAI, router: FakeRouter, model: ServedModel) -> None:
     for _ in range(2):
         await client.completions.create(model=MODEL_NAME, prompt="x")
     first, second = router.requests
-    assert first.sampling.temperature == 1
+    assert first.sampling.temperature == pytest.approx(model.defaults.temperature)
+    assert first.sampling.top_p == pytest.approx(model.defaults.top_p)
+    assert first.sampling.repetition_penalty == pytest.approx(model.defaults.repetition_penalty)
     assert first.sampling.max_tokens == 16
-    assert (first.sampling.top_p, first.sampling.top_k, first.sampling.repetition_penalty) == (1, 0, 1)
     assert first.sampling.seed != second.sampling.seed, "every request is pinned to a seed of its own"
 
 
