@@ -65,8 +65,9 @@ class RequestRecord:
             "prefill_s": worker.prefill_s,
             "handoff_wait_s": worker.handoff_wait_s,
             "transfer_s": worker.transfer_s,
-            # Both hops: gateway to router and back, router to worker and back.
-            "relay_s": max(self.first_output_s - self.dispatched_s - worker.route_s - worker.worker_s, 0.0),
+            # Every hop: gateway to router and back, router to worker and back, between the two workers.
+            "relay_s": max(self.first_output_s - self.dispatched_s - worker.route_s - worker.worker_s, 0.0)
+            + worker.handoff_relay_s,
         }
         return phases | {"rest_s": ttft_s - sum(phases.values())}
 

@@ -1,4 +1,4 @@
-"""Stop strings against a plain oracle: whatever the pieces, the same text comes out, and never a part of a stop string."""
+"""Stop strings against a plain oracle: whatever the pieces, the same text comes out, never a part of a stop string."""
 
 from __future__ import annotations
 
