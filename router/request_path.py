@@ -101,6 +101,8 @@ class RequestPath:
                         request_id=self._request_id,
                         finish=pb.Finish(reason=pb.FINISH_REASON_ERROR, failure=failed.failure),
                     )
+                if len(self._output_so_far) >= self._request.sampling.max_tokens:  # only the last word was lost
+                    return pb.Output(request_id=self._request_id, finish=pb.Finish(reason=pb.FINISH_REASON_LENGTH))
             except asyncio.CancelledError:
                 deadline_passed = asyncio.get_running_loop().time() >= self._deadline_s
                 abort_reason = "deadline" if deadline_passed else self.abort_reason

@@ -408,6 +408,7 @@ class Phases(_message.Message):
     TRANSFER_S_FIELD_NUMBER: _builtins.int
     WORKER_S_FIELD_NUMBER: _builtins.int
     ROUTER_S_FIELD_NUMBER: _builtins.int
+    HANDOFF_RELAY_S_FIELD_NUMBER: _builtins.int
     route_s: _builtins.float
     """router: request received until handed to both workers"""
     prefill_queue_s: _builtins.float
@@ -422,6 +423,8 @@ class Phases(_message.Message):
     """worker that emits: request received until its first token was handed to the session"""
     router_s: _builtins.float
     """router: request received until its first token was relayed"""
+    handoff_relay_s: _builtins.float
+    """D: request received until P's end-of-prefill was, less what P spent: frames on their way"""
     def __init__(
         self,
         *,
@@ -432,10 +435,11 @@ class Phases(_message.Message):
         transfer_s: _builtins.float = ...,
         worker_s: _builtins.float = ...,
         router_s: _builtins.float = ...,
+        handoff_relay_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_wait_s", b"handoff_wait_s", "prefill_queue_s", b"prefill_queue_s", "prefill_s", b"prefill_s", "route_s", b"route_s", "router_s", b"router_s", "transfer_s", b"transfer_s", "worker_s", b"worker_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_relay_s", b"handoff_relay_s", "handoff_wait_s", b"handoff_wait_s", "prefill_queue_s", b"prefill_queue_s", "prefill_s", b"prefill_s", "route_s", b"route_s", "router_s", b"router_s", "transfer_s", b"transfer_s", "worker_s", b"worker_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -608,7 +612,7 @@ class ServerFrame(_message.Message):
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Output]: ...
     @_builtins.property
     def load(self) -> Global___Load:
-        """workers, with heartbeats"""
+        """with heartbeats; a router's is the sum of its fleet, all 0 while it could not serve"""
 
     def __init__(
         self,

@@ -44,6 +44,8 @@ class Behaviour:
     """End each request with this error, after ``first_token_s``."""
     fail_retryable: bool = True
     fail_after_tokens: int = 0
+    last_word: bool = True
+    """Whether the last token comes with the finish."""
 
 
 @dataclass
@@ -145,7 +147,7 @@ class FakeWorker:
             if position == first:
                 output.phases.prefill_s = 0.25
                 output.cached_tokens = 3
-            if position == request.sampling.max_tokens - 1:
+            if position == request.sampling.max_tokens - 1 and behaviour.last_word:
                 output.finish.reason = pb.FINISH_REASON_LENGTH
             session.send([output])
             if behaviour.fail_code and position - first + 1 >= behaviour.fail_after_tokens:

@@ -158,6 +158,14 @@ async def test_both_workers_get_the_request_and_the_decode_worker_answers(fleet:
     assert 0 < to_d.timeout_s <= 30
 
 
+async def test_gateways_hear_the_load_of_the_workers_that_answer(fleet: Fleet) -> None:
+    assert fleet.gateway.load.total_blocks == 0  # nobody could serve
+    await fleet.add("p0", "prefill")
+    await fleet.add("d0", "decode")
+    await fleet.add("d1", "decode")
+    await eventually(lambda: fleet.gateway.load.total_blocks == 200, "the sum arrives with a heartbeat")
+
+
 async def test_many_at_once(fleet: Fleet) -> None:
     """256 requests: each its own tokens, one stream per pair of processes."""
     p = await fleet.add("p0", "prefill")

@@ -107,6 +107,14 @@ async def test_a_stream_goes_on_elsewhere_without_a_token_lost_or_repeated(fleet
     assert resumed.handoff.attempt == 2
 
 
+async def test_a_worker_that_fails_after_the_last_token_has_answered(fleet: Fleet) -> None:
+    await fleet.add("d0", "decode", behaviour=failing("ERROR_CODE_INTERNAL", fail_after_tokens=4, last_word=False))
+    answer = await fleet.ask(4)
+    assert answer.tokens == expected(4)
+    assert answer.finish.reason == pb.FINISH_REASON_LENGTH
+    assert len(fleet.workers["d0"].opened) == 1
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_decode_worker_dies_or_stops_in_the_middle_of_an_answer(fleet: Fleet, number: signal.Signals) -> None:
