@@ -20,6 +20,8 @@ from pdserve.model_store import ModelUnavailableError, resolve_model
 from telemetry import logs
 
 SHUTDOWN_TIMEOUT_S = 10
+KEEP_ALIVE_S = 75
+"""Longer than clients and proxies keep an idle connection, so that they close it first."""
 BACKLOG = 2048
 PEER_STALL_TIMEOUT_MS = 60_000
 """The kernel drops a connection whose peer takes nothing for so long."""
@@ -69,6 +71,7 @@ def main(
                     access_log=False,
                     ws="none",
                     log_level="warning",
+                    timeout_keep_alive=KEEP_ALIVE_S,
                     timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
                 )
             )

@@ -31,7 +31,7 @@ from gateway.text import TextWorker
 from gateway.tokenize import detokenize, tokenize
 from telemetry.metrics import GatewayMetrics
 
-GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+WORKING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"})
 
 
 def create_app(config: GatewayConfig, model: ServedModel) -> FastAPI:
@@ -59,7 +59,7 @@ def create_app(config: GatewayConfig, model: ServedModel) -> FastAPI:
     app = FastAPI(title="pdserve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(
         RequestGuard,
-        limited_paths=GENERATING_PATHS,
+        limited_paths=WORKING_PATHS,
         max_requests=config.max_requests,
         on_open=metrics.open_requests.set,
         on_answer=lambda path, status: metrics.http_requests.labels(path, str(status)).inc(),

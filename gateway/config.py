@@ -23,7 +23,7 @@ class GatewayConfig:
     max_timeout_s: float = 3600.0
     """Longest deadline a request may ask for."""
     max_requests: int = 4096
-    """HTTP requests that generate at the same time; more are answered 429."""
+    """HTTP requests that generate or tokenize at the same time; more are answered 429."""
     max_choices: int = 128
     """Prompts x n of one HTTP request."""
     max_body_bytes: int = 16 << 20

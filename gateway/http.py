@@ -43,7 +43,7 @@ def error_response(error: GatewayError) -> Response:
 
 class RequestGuard:
     """Around the whole app: every answer has an x-request-id, every failure an error body, and the requests on
-    ``limited_paths`` (those that generate) are counted from first to last byte and limited."""
+    ``limited_paths`` (those that generate or tokenize) are counted from first to last byte and limited."""
 
     def __init__(
         self,
