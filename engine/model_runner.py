@@ -13,7 +13,7 @@ import torch
 
 from engine.batch import SampledBatch, ScheduledBatch, build_forward_batch
 from engine.config import EngineConfig
-from engine.kernels import Kernels, load_kernels
+from engine.kernels import Kernels, fastest_kernels
 from engine.kv_cache import KVCache
 from engine.messages import TokenLogprobs
 from engine.model_config import ModelConfig, load_model_config
@@ -42,8 +42,11 @@ class ModelRunner:
         self.eos_token_ids = list(self.model_config.eos_token_ids)
         self.vocab_size = self.model_config.vocab_size
 
-        kernels = kernels or load_kernels("torch")
+        slower_because = ""
+        if kernels is None:
+            kernels, slower_because = fastest_kernels(self.device)
         with WeightReader(directory, self.dtype, self.device) as weights, torch.inference_mode():
+            self.kernels = kernels
             self._model = build_model(self.model_config, weights, kernels, self.max_model_len)
         self.num_blocks = _num_blocks(config, self.model_config, self.dtype, self.max_model_len)
         self.kv_cache = KVCache(
@@ -61,7 +64,7 @@ class ModelRunner:
             model=config.model,
             architecture=self.model_config.architecture,
             dtype=str(self.dtype).removeprefix("torch."),
-            kernels=kernels.name,
+            kernels=kernels.name + (f" (native unavailable: {slower_because})" if slower_because else ""),
             num_blocks=self.num_blocks,
             block_size=config.block_size,
             kv_bytes=self.kv_cache.num_bytes,

@@ -24,8 +24,12 @@ class Kernels(Protocol):
         """For the log and for ``doctor``."""
         ...
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """Take over ``weight`` [out, in] (and ``bias`` [out]), repacked if that helps."""
+    def set_num_threads(self, num_threads: int) -> None:
+        """From the next call on."""
+        ...
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> Linear:
+        """Take over ``weight`` [out, in] (and ``bias`` [out]), repacked if that helps. ``out_dtype``: None, its own."""
         ...
 
     def fused_add_rms_norm(
@@ -62,14 +66,34 @@ class Kernels(Protocol):
 
 
 BACKENDS = {
+    "native": "engine.kernels.native_cpu:NativeKernels",
     "torch": "engine.kernels.torch_cpu:TorchKernels",
+    "triton": "engine.kernels.triton_gpu:TritonKernels",
 }
 
 
+class KernelsUnavailableError(RuntimeError):
+    """Why a backend cannot be used on this machine, and what would help."""
+
+
 def load_kernels(name: str) -> Kernels:
-    """The backend of that name."""
+    """The backend of that name.
+
+    Raises:
+        KernelsUnavailableError: not on this machine.
+    """
     if name not in BACKENDS:
         raise ValueError(f"kernel backend {name!r} is not known: use {', '.join(BACKENDS)}")
     module, _, attribute = BACKENDS[name].partition(":")
     kernels: Kernels = getattr(import_module(module), attribute)()
     return kernels
+
+
+def fastest_kernels(device: torch.device) -> tuple[Kernels, str]:
+    """The best backend that works here, and why a better one does not (empty if none would be)."""
+    if device.type != "cpu":
+        return load_kernels("torch"), ""
+    try:
+        return load_kernels("native"), ""
+    except KernelsUnavailableError as error:
+        return load_kernels("torch"), str(error)

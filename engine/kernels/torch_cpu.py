@@ -23,17 +23,20 @@ class TorchKernels:
 
     name = "torch"
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def set_num_threads(self, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> Linear:
         mkldnn = getattr(torch.ops, "mkldnn", None)
         packs = hasattr(mkldnn, "_reorder_linear_weight") and hasattr(mkldnn, "_linear_pointwise")
         if not packs or weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
-            return lambda x: F.linear(x, weight, bias)
+            return lambda x: F.linear(x, weight, bias).to(out_dtype or weight.dtype)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
         multiply = torch.ops.mkldnn._linear_pointwise.default
 
         def run(x: torch.Tensor) -> torch.Tensor:
             product: torch.Tensor = multiply(x, packed, bias, "none", [], "")
-            return product
+            return product if out_dtype is None else product.to(out_dtype)
 
         return run
 

@@ -58,7 +58,8 @@ class LlamaForCausalLM:
             head = self._embedding
         else:
             head = weights.take("lm_head.weight", (config.vocab_size, config.hidden_size))
-        self._head = kernels.linear(head, None)
+        # Logits in float32: the sums are, and rounding them to half precision would make ties.
+        self._head = kernels.linear(head, None, torch.float32)
 
     def forward(
         self, batch: ForwardBatch, kv_layers: list[torch.Tensor], after_layer: Callable[[int], None] | None = None
@@ -79,5 +80,5 @@ class LlamaForCausalLM:
         return self._norm(x[rows], residual[rows], self._final_norm, self.config.rms_norm_eps)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> [rows, vocab_size]."""
+        """[rows, hidden] -> [rows, vocab_size] float32."""
         return self._head(hidden)

@@ -171,11 +171,11 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(tiny_models, nam
         exact = model(ids).logits[0].log_softmax(-1)
         usual = (copy.deepcopy(model).bfloat16()(ids).logits[0].float().log_softmax(-1) - exact).abs()
     driver = Driver(runner_for(directory, backend, dtype="bfloat16"))
-    rows = []
+    rows: list[torch.Tensor] = []
+    blocks: list[int] = []
     for end in range(1, len(prompt) + 1):
         request = make_request(prompt[:end], logprobs=320)
-        if end > 1:
-            request.block_table, request.num_computed_tokens = blocks, end - 1
+        request.block_table, request.num_computed_tokens = blocks, end - 1
         (logprobs,) = driver.step([request]).logprobs
         blocks = request.block_table
         rows.append(
