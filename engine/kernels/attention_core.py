@@ -1,11 +1,13 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """What the attention kernels share: addresses of a tile of paged K or V, and one step of the online softmax.
 
-KV of a layer is ``[N, 2, K, S, D]``: block, key or value, KV head, token in the block, element. A block of one head is
-contiguous (S * D elements), so a tile of tokens is a few contiguous runs whatever the block table says.
+KV of a layer is ``[N, 2, K, S, D]``: block, key or value, KV head, token in the block, element. A block of one head
+is contiguous (S * D elements), so a tile of tokens is a few contiguous runs whatever the block table says.
 
 Scores live in the base-2 domain (``exp2`` is one instruction): ``m`` is the running maximum of ``score * scale *
 log2(e)``, ``total`` the sum of ``exp2(score - m)``, and a partial result's log-sum-exp is ``m + log2(total)``. Online
-softmax: Milakov and Gimelshein, 2018; tiling: Dao et al., FlashAttention, 2022; split and merge: Flash-Decoding, 2023.
+softmax: Milakov and Gimelshein, 2018; tiling: Dao et al., FlashAttention, 2022; split and merge: Flash-Decoding,
+2023.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ import triton
 import triton.language as tl
 
 LOG2E = 1.4426950408889634
-# A masked score, and where the running maximum starts. Both finite and far apart: exp2(MASKED * scale - FLOOR) is exactly
-# zero, so a tile that is all masked for some row adds nothing (with equal values the rounding of the product would decide).
+# A masked score, and where the running maximum starts. Finite and far apart: exp2(MASKED * scale - FLOOR) is exactly
+# zero, so a tile that is all masked for some row adds nothing (with equal values the product's rounding would decide).
 MASKED = tl.constexpr(-1.0e30)
 FLOOR = tl.constexpr(-1.0e20)
 

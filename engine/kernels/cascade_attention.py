@@ -1,10 +1,12 @@
-"""Cascade attention: shared prefixes once for all their requests, then each request's own tokens, merged by log-sum-exp.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""Cascade attention: shared prefixes once for all their requests, the rest as decode, merged by log-sum-exp.
 
-``CascadePlan`` turns the chosen ranges (``cascade_plan``) into a work list on the device; ``run`` computes the shared ranges as
-multi-query attention: a program takes BLOCK_M rows (members x the G query heads of a KV head) and one chunk of a range, and writes a normalised partial and
-its log-sum-exp, dense by (chunk of the request, request, head). Decode attention with the plan's ``prefix`` reads the rest of every
-request and merges. The lists have fixed capacity and an unused item ends at once, so a captured graph serves any grouping. Cascade
-inference: Ye et al., FlashInfer, 2024; Hydragen: Juravsky et al., 2024.
+``CascadePlan`` turns the chosen ranges (``cascade_plan``) into a work list on the device; ``run`` computes the shared
+ranges as multi-query attention: a program takes BLOCK_M rows (members x the G query heads of a KV head) and one chunk
+of a range, and writes a normalised partial and its log-sum-exp, dense by (chunk of the request, request, head).
+Decode attention with the plan's ``prefix`` reads the rest of every request and merges. The lists have fixed capacity
+and an unused item ends at once, so a captured graph serves any grouping. Cascade inference: Ye et al., FlashInfer,
+2024; Hydragen: Juravsky et al., 2024.
 
     items[i] = (first member, members, table row, begin, end, partial index of the first member's chunk)
 """
@@ -77,7 +79,7 @@ def _shared_kernel(
 
 
 class CascadePlan:
-    """Work list and workspace of the shared ranges of a batch; made once per largest batch, ``regroup``ed when its members change."""
+    """Work list and workspace of a batch's shared ranges; made once, ``regroup``ed when requests join or leave."""
 
     def __init__(
         self,
@@ -133,7 +135,7 @@ class CascadePlan:
     def _lay_out(
         self, ranges: list[SharedRange], requests: int
     ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]] | None:
-        """Items, members, kv_begin, count as the kernels read them; None when there is nothing to share or no room for it."""
+        """Items, members, kv_begin, count as the kernels read them; None: nothing to share, or no room for it."""
         if not ranges:
             return None
         tile_members = self.block_m // self._block_g
@@ -170,7 +172,7 @@ class CascadePlan:
                         )
                     )
                 at += 1
-            # Members may have come by different ways: the ones with fewer partials would leave holes, so all count alike.
+            # Members that came by different ways would leave holes among their partials, so all must count alike.
             if (count[shared.members] != at - len(starts)).any():
                 return None
             count[shared.members] = at

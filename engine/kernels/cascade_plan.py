@@ -1,13 +1,14 @@
-"""Which shared prefixes of a batch are attended to once, found in the block tables and chosen by a cost model. Plain numpy, on the host.
+"""Which shared prefixes of a batch are attended to once: found in the block tables, chosen by a cost model.
 
-Owns the tree of prefix groups and the choice; ``cascade_attention`` runs what was chosen. Needed again only when a request joins or leaves
-the batch: a group stays valid while its members only grow. Nothing else than equal block ids says that a prefix is shared.
+Owns the tree of prefix groups and the choice; ``cascade_attention`` runs what was chosen. Needed again only when a
+request joins or leaves the batch: a group stays valid while its members only grow. Nothing else than equal block ids
+says that a prefix is shared.
 
     block tables --find_groups--> tree: (members, blocks begin..end), children begin where the parent ends
-    tree --choose_groups(cost)--> list of SharedRange: what each one's members read once, in tokens; every member's ranges join up from 0
+    tree --choose_groups(cost)--> SharedRanges: tokens that their members read once; a member's ranges join up from 0
 
-The choice is exact for the model: each node is either a level of its own, or leaves its blocks to the levels below it (which read them
-once each), or to the members themselves (flat).
+The choice is exact for the model: each node is either a level of its own, or leaves its blocks to the levels below it
+(which read them once each), or to the members themselves (flat).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class SharedRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CascadeCost:
-    """The device's speeds, as the kernels here reach them, and the layer's shape. Defaults: measured on one H200, bf16."""
+    """The device's speeds, as the kernels here reach them, and the layer's shape. Defaults: one H200, bf16."""
 
     num_heads: int
     num_kv_heads: int

@@ -1,14 +1,17 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """Paged decode attention with split-KV: one query token a request, GQA heads packed into one tile.
 
-``DecodePlan`` cuts the step's KV into nearly equal chunks on the device (no host sync, grid fixed by the maxima, so it replays in a
-CUDA graph); it is made once a step and serves every layer. ``paged_decode`` runs one program a (KV head, chunk). A chunk's partial result goes to
-the workspace; the program that arrives last at a request's counter merges them, so attention is one launch a layer.
+``DecodePlan`` cuts the step's KV into nearly equal chunks on the device (no host sync, grid fixed by the maxima, so
+it replays in a CUDA graph); it is made once a step and serves every layer. ``paged_decode`` runs one program a (KV
+head, chunk). A chunk's partial result goes to the workspace; the program that arrives last at a request's counter
+merges them, so attention is one launch a layer.
 
     seq_lens --plan--> work[w] = (request, begin, end)     first_chunk[b], num_chunks[b]
     program (k, w): partial[w, k*G:(k+1)*G], lse --last of the request's chunks--> out[b, k*G:(k+1)*G]
 
-With ``plan.prefix`` (cascade) the requests' first ``kv_begin[b]`` tokens were attended to by ``cascade_attention`` and its
-partials join the merge. Every tensor's last dimension must be contiguous; 16-byte aligned rows keep the loads wide.
+With ``plan.prefix`` (cascade) the requests' first ``kv_begin[b]`` tokens were attended to by ``cascade_attention``
+and its partials join the merge. Every tensor's last dimension must be contiguous; 16-byte aligned rows keep the loads
+wide.
 """
 
 from __future__ import annotations
@@ -71,8 +74,11 @@ def _plan_kernel(
 
 
 @triton.jit
-def _merge(acc, m, total, partial_ptr, lse_ptr, row, chunk_stride, count, G, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
-    """Fold ``count`` partials of G rows (chunk c's rows start at row + c * chunk_stride) into (acc [G, D], m, total [G])."""
+def _merge(
+    acc, m, total, partial_ptr, lse_ptr, row, chunk_stride, count, G,
+    D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Fold ``count`` partials of G rows, chunk c's from row + c * chunk_stride on, into (acc [G, D], m, total [G])."""
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     for c0 in range(0, count, BLOCK_C):
@@ -212,7 +218,7 @@ NO_WINDOW = 1 << 30
 
 
 class DecodePlan:
-    """Workspace and work list of one step's decode attention; the caller keeps one per max batch and calls ``update`` each step."""
+    """Workspace and work list of a step's decode attention; kept per largest batch, ``update``d each step."""
 
     ALIGN = (
         128  # tokens; chunk borders are multiples of it, hence of every BLOCK_N and of the scalar block-id path's needs
@@ -260,7 +266,8 @@ class DecodePlan:
         _plan_kernel[(triton.cdiv(slots, block_w),)](
             seq_lens, seq_lens if prefix is None else prefix.kv_begin, self.work, self.first_chunk, self.num_chunks,
             requests, slots, self.target_chunks, self.min_chunk, NO_WINDOW if window is None else window,
-            ALIGN=self.ALIGN, HAS_BEGIN=prefix is not None, BLOCK_B=triton.next_power_of_2(max(requests, 16)), BLOCK_W=block_w,
+            ALIGN=self.ALIGN, HAS_BEGIN=prefix is not None, BLOCK_B=triton.next_power_of_2(max(requests, 16)),
+            BLOCK_W=block_w,
         )  # fmt: skip
 
 
@@ -277,7 +284,7 @@ def paged_decode(
     num_warps: int = 2,
     num_stages: int = 6,
 ) -> torch.Tensor:
-    """Attention of q [B, H, D], the newest token of each request, over its paged KV -> out [B, H, D]; ``plan`` is this step's."""
+    """q [B, H, D], the newest token of each request, over its paged KV -> out [B, H, D]; ``plan`` is this step's."""
     requests, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_layer.shape[2], kv_layer.shape[3]
     group = num_heads // num_kv_heads
@@ -286,7 +293,8 @@ def paged_decode(
     window = plan.window
     block_d = triton.next_power_of_2(head_dim)
     _decode_kernel[(num_kv_heads, requests + plan.target_chunks)](
-        q, kv_layer, block_table, plan.work, plan.first_chunk, plan.num_chunks, plan.partial, plan.lse, plan.counters, out,
+        q, kv_layer, block_table, plan.work, plan.first_chunk, plan.num_chunks, plan.partial, plan.lse,
+        plan.counters, out,
         seq_lens if prefix is None else prefix.count, plan.partial if prefix is None else prefix.partial,
         plan.lse if prefix is None else prefix.lse, 0 if prefix is None else prefix.lse.stride(0),
         seq_lens, scale * LOG2E, NO_WINDOW if window is None else window,

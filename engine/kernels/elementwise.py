@@ -1,8 +1,10 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """The passes between the matrix products, each one read and one write of its tensors.
 
-Owns fused residual add + RMSNorm, SwiGLU, and q/k norm + rotary embedding + KV write. Same rounding points as ``reference.py``: the sum of
-the residual and a normed head are rounded to the tensor's dtype, everything else is float32. Rows may be views with any stride (q, k
-and v are slices of the merged product); the last dimension is contiguous.
+Owns fused residual add + RMSNorm, SwiGLU, and q/k norm + rotary embedding + KV write. Same rounding points as
+``reference.py``: the sum of the residual and a normed head are rounded to the tensor's dtype, everything else is
+float32. Rows may be views with any stride (q, k and v are slices of the merged product); the last dimension is
+contiguous.
 """
 
 from __future__ import annotations
@@ -137,7 +139,7 @@ def rope_kv_write(
     k_norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """Norm and rotate q [T, H, D] and k [T, K, D], write k and v to their slots (none where the slot is negative) -> q."""
+    """Norm and rotate q [T, H, D] and k [T, K, D], write k and v to their slots (a negative slot: nowhere) -> q."""
     tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     out = torch.empty(tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """Paged attention of many query rows on Hopper: one producer warp streams K and V through TMA, two warpgroups compute.
 
 Owns the matrix-bound attention of sm_90: chunked prefill and the shared ranges of a cascade, written in Gluon because
@@ -8,9 +9,9 @@ al., 2024): warp specialisation, and inside a warpgroup the scores of tile j + 1
     producer:     block ids -> TMA boxes [S, 64] of K and V -> full barriers      (waits on empty barriers)
     consumer w:   rows 64w .. 64w+63:  S = Q K(j+1)', O += P V(j)  in flight together -> softmax -> next
 
-Layout: KV ``[N, 2, K, S, D]`` contiguous, seen as rows of D; a head of a block is S consecutive rows, one TMA box a half
-(64 columns, 128-byte swizzle). Rows of V past the last token are cleared in shared memory, so a block's unused slots may
-hold anything.
+Layout: KV ``[N, 2, K, S, D]`` contiguous, seen as rows of D; a head of a block is S consecutive rows, one TMA box a
+half (64 columns, 128-byte swizzle). Rows of V past the last token are cleared in shared memory, so a block's unused
+slots may hold anything.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def _produce(
         # All ids first: their loads overlap each other and the wait.
         blocks = ()
         for i in gl.static_range(PER):
-            blocks = blocks + (gl.load(table_ptr + gl.minimum(begin_block + j * PER + i, last_block)),)
+            blocks = blocks + (gl.load(table_ptr + gl.minimum(begin_block + j * PER + i, last_block)),)  # type: ignore[assignment]  # noqa: RUF005
         mbarrier.wait(k_empty.index(stage), free)
         mbarrier.expect(k_full.index(stage), BYTES)
         for i in gl.static_range(PER):
@@ -82,7 +83,8 @@ def _clear_rows(tile, valid, N: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    q_ptr, members_ptr, out_ptr, lse_ptr, head, first, limit, source, history, begin, end, tiles, chunk_row, scale_log2, window,
+    q_ptr, members_ptr, out_ptr, lse_ptr, head, first, limit, source, history, begin, end, tiles, chunk_row,
+    scale_log2, window,
     stride_qt, stride_qh, stride_ot, stride_oh, heads,
     q_smem, k_lo, k_hi, v_lo, v_hi, k_full, k_empty, v_full, v_empty,
     WG: gl.constexpr, G: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, TWO: gl.constexpr,
@@ -99,10 +101,7 @@ def _consume(
     r = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LOAD))
     logical = first + r // G
     valid = logical < limit
-    if SHARED:
-        token = gl.load(members_ptr + logical, mask=valid, other=0)
-    else:
-        token = source + logical
+    token = gl.load(members_ptr + logical, mask=valid, other=0) if SHARED else source + logical
     rows = token.to(gl.int64) * stride_qt + (head * G + r % G) * stride_qh
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, LOAD))
     q_at = q_ptr + rows[:, None] + column[None, :]
@@ -166,7 +165,7 @@ def _consume(
         total = total * alpha + gl.sum(e, 1)
         m = m_new
         alpha_o = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
-        # The next P is a dependency of the wait: so the compiler computes the softmax before it, under the running products.
+        # The next P is a dependency of the wait, so that the softmax is placed before it, under the running products.
         p_next = gl.convert_layout(e.to(dtype), P_LAYOUT)
         if TWO:
             o_lo, o_hi, p, p_next = warpgroup_mma_wait(0, [t_lo, t_hi, p, p_next])
@@ -211,7 +210,8 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["B"])
 def _hopper_kernel(
-    q_ptr, desc, table_ptr, cu_ptr, seq_lens_ptr, items_ptr, members_ptr, out_ptr, lse_ptr, B, heads, scale_log2, window,
+    q_ptr, desc, table_ptr, cu_ptr, seq_lens_ptr, items_ptr, members_ptr, out_ptr, lse_ptr, B, heads, scale_log2,
+    window,
     stride_qt, stride_qh, stride_table, stride_ot, stride_oh,
     K: gl.constexpr, G: gl.constexpr, S: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, TWO: gl.constexpr,
     BLOCK_B: gl.constexpr, SHARED: gl.constexpr, WINDOW: gl.constexpr,
@@ -279,23 +279,28 @@ def _hopper_kernel(
             (
                 _consume,
                 (
-                    q_ptr, members_ptr, out_ptr, lse_ptr, head, first, limit, source, history, begin, end, tiles, chunk_row,
-                    scale_log2, window, stride_qt, stride_qh, stride_ot, stride_oh, heads, q_smem, k_lo, k_hi, v_lo, v_hi,
+                    q_ptr, members_ptr, out_ptr, lse_ptr, head, first, limit, source, history, begin, end, tiles,
+                    chunk_row,
+                    scale_log2, window, stride_qt, stride_qh, stride_ot, stride_oh, heads, q_smem, k_lo, k_hi, v_lo,
+                    v_hi,
                     k_full, k_empty, v_full, v_empty, FIRST, G, N, STAGES, TWO, SHARED, WINDOW,
                 ),
             ),
             (
                 _consume,
                 (
-                    q_ptr, members_ptr, out_ptr, lse_ptr, head, first, limit, source, history, begin, end, tiles, chunk_row,
-                    scale_log2, window, stride_qt, stride_qh, stride_ot, stride_oh, heads, q_smem, k_lo, k_hi, v_lo, v_hi,
+                    q_ptr, members_ptr, out_ptr, lse_ptr, head, first, limit, source, history, begin, end, tiles,
+                    chunk_row,
+                    scale_log2, window, stride_qt, stride_qh, stride_ot, stride_oh, heads, q_smem, k_lo, k_hi, v_lo,
+                    v_hi,
                     k_full, k_empty, v_full, v_empty, SECOND, G, N, STAGES, TWO, SHARED, WINDOW,
                 ),
             ),
             (
                 _produce,
                 (
-                    desc, table, head, begin // S, (end - 1) // S, tiles, k_lo, k_hi, v_lo, v_hi, k_full, k_empty, v_full,
+                    desc, table, head, begin // S, (end - 1) // S, tiles, k_lo, k_hi, v_lo, v_hi, k_full, k_empty,
+                    v_full,
                     v_empty, K, S, N, STAGES, TWO,
                 ),
             ),
@@ -333,7 +338,8 @@ def _descriptor(kv_layer: torch.Tensor) -> Any:
 
 
 def hopper_prefill(
-    q: torch.Tensor, kv_layer: torch.Tensor, block_table: torch.Tensor, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor,
+    q: torch.Tensor, kv_layer: torch.Tensor, block_table: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
     scale: float, max_q_len: int, window: int | None, out: torch.Tensor, *, stages: int = 2,
 ) -> None:  # fmt: skip
     """See ``prefill_attention.paged_prefill``."""
@@ -343,7 +349,8 @@ def hopper_prefill(
     tile_tokens = BLOCK_M // group
     max_tiles = min(tokens // tile_tokens + requests, requests * triton.cdiv(max_q_len, tile_tokens))
     _hopper_kernel[(num_kv_heads, max_tiles)](
-        q, _descriptor(kv_layer), block_table, cu_seqlens_q, seq_lens, cu_seqlens_q, cu_seqlens_q, out, out, requests, num_heads,
+        q, _descriptor(kv_layer), block_table, cu_seqlens_q, seq_lens, cu_seqlens_q, cu_seqlens_q, out, out,
+        requests, num_heads,
         scale * LOG2E, window or 0, q.stride(0), q.stride(1), block_table.stride(0), out.stride(0), out.stride(1),
         K=num_kv_heads, G=group, S=kv_layer.shape[3], N=BLOCK_N, STAGES=stages, TWO=head_dim == 128,
         BLOCK_B=max(128, triton.next_power_of_2(requests)), SHARED=False, WINDOW=window is not None, num_warps=4,

@@ -1,9 +1,11 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """KV to and from the wire on a GPU, with the payload's digest computed in the same pass.
 
-The cache is ``[L, N, 2, K, S, D]`` (one allocation, any layer slice of it), the wire ``[layer, 2, kv_head, token, head_dim]``, contiguous. Bytes are moved
-as 64-bit words, so any dtype whose head row is a multiple of 8 bytes passes through unchanged. The digest is a sum over the words, mod
-2^64, of a mix of each word with its place on the wire; a sum needs no order, so every program adds its part, and a CPU
-computes the same number with ``digest_words`` (numpy). It tells corruption and misplacement, not forgery.
+The cache is ``[L, N, 2, K, S, D]`` (one allocation, any layer slice of it), the wire ``[layer, 2, kv_head, token,
+head_dim]``, contiguous. Bytes are moved as 64-bit words, so any dtype whose head row is a multiple of 8 bytes passes
+through unchanged. The digest is a sum over the words, mod 2^64, of a mix of each word with its place on the wire; a
+sum needs no order, so every program adds its part, and a CPU computes the same number with ``digest_words`` (numpy).
+It tells corruption and misplacement, not forgery.
 
     mix(i, w):  h = (w + (i + 1) * P1) * P2;  h ^= h >> 32;  h *= P3;  h ^= h >> 29
     digest = sum over i of mix(i, w[i])
@@ -78,14 +80,14 @@ def pack_kv(
     token_end: int,
     wire: torch.Tensor,  # contiguous, of the packed size; written
 ) -> torch.Tensor:
-    """Copy tokens start .. end of all ``layers`` to the wire. Returns the digest on the device; read it with ``digest_value``."""
+    """Copy tokens start .. end of all ``layers`` to the wire -> the digest on the device, for ``digest_value``."""
     return _move(layers, block_table, token_start, token_end, wire, pack=True)
 
 
 def unpack_kv(
     layers: torch.Tensor, block_table: torch.Tensor, token_start: int, token_end: int, wire: torch.Tensor
 ) -> torch.Tensor:
-    """The inverse; the digest is of the bytes that were written into the blocks, so nothing else needs to be verified."""
+    """The inverse; the digest is of the very words that were written into the blocks."""
     return _move(layers, block_table, token_start, token_end, wire, pack=False)
 
 

@@ -1,10 +1,12 @@
-"""Paged chunked prefill attention: causal, over the request's cached tokens and its chunk, which is in the cache already.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""Paged chunked prefill attention: causal, over the request's cached tokens and its chunk, which is cached already.
 
-A program takes a tile of BLOCK_M rows of one KV head: BLOCK_M / G tokens of a request times the G query heads that share
-the head (packed GQA: K and V are read once for all of them, and the causal edge of a tile is narrow). Tiles of all
-requests form one list that the programs search in ``cu_seqlens_q``, so the grid depends on host-known maxima only; later
-tiles, which attend to more, start first. Tiles below the causal edge run without a mask. This is the portable kernel
-(any dtype, head dim and block size; the pipeline is the compiler's); Hopper has its own in ``hopper_attention``.
+A program takes a tile of BLOCK_M rows of one KV head: BLOCK_M / G tokens of a request times the G query heads that
+share the head (packed GQA: K and V are read once for all of them, and the causal edge of a tile is narrow). Tiles of
+all requests form one list that the programs search in ``cu_seqlens_q``, so the grid depends on host-known maxima
+only; later tiles, which attend to more, start first. Tiles below the causal edge run without a mask. This is the
+portable kernel (any dtype, head dim and block size; the pipeline is the compiler's); Hopper has its own in
+``hopper_attention``.
 
     row r of a tile: token = first + r // G, head = k*G + r % G, position = seq_len - q_len + token
 """
@@ -104,7 +106,7 @@ def paged_prefill(
     num_warps: int = 8,
     num_stages: int = 3,
 ) -> torch.Tensor:
-    """q [T, H, D], the requests' newest tokens one after the other, over their paged KV -> out [T, H, D]. No host sync."""
+    """q [T, H, D], the requests' newest tokens in a row, over their paged KV -> out [T, H, D]. No host sync."""
     out = torch.empty_like(q) if out is None else out
     if not portable and hopper_attention.supports(q, kv_layer):
         hopper_attention.hopper_prefill(q, kv_layer, block_table, cu_seqlens_q, seq_lens, scale, max_q_len, window, out)

@@ -1,11 +1,14 @@
-"""Draws tokens over the whole vocabulary without sorting it: argmax, thresholds for top-k / top-p / min-p, sparse penalties.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""Draws tokens without sorting the vocabulary: argmax, thresholds for top-k / top-p / min-p, sparse penalties.
 
-The meaning is ``engine.sampler``'s and the noise ``engine.kernels.noise``'s, computed in place. A cut is a threshold on
-the logit. ``top_k`` and ``top_p`` are searched nine ways at once (counts and masses of eight thresholds a pass over the
-row, which the cache holds), until at most CANDIDATES tokens are left between the bounds; those few are sorted in
-registers, which makes the cut exact. Then one pass takes ``argmax(logit / temperature + noise)`` of what is kept.
+The meaning is ``engine.sampler``'s and the noise ``engine.kernels.noise``'s, computed in place. A cut is a threshold
+on the logit. ``top_k`` and ``top_p`` are searched nine ways at once (counts and masses of eight thresholds a pass
+over the row, which the cache holds), until at most CANDIDATES tokens are left between the bounds; those few are
+sorted in registers, which makes the cut exact. Then one pass takes ``argmax(logit / temperature + noise)`` of what is
+kept.
 
-    logits [R, V] --penalise (sparse)--> --_threshold_kernel: a program a row--> threshold [R] --_argmax_kernel: (row, part)--> token [R]
+    logits [R, V] --penalise, sparse--> --_threshold_kernel, a program a row--> threshold [R]
+        --_argmax_kernel, a program a (row, part)--> token [R]
 
 Gumbel-max: Maddison et al., "A* sampling", 2014, section 2.
 """
@@ -65,7 +68,7 @@ def _search(row_ptr, V, low, high, above, mass_above, need_count, need_mass, bes
     narrowed (low, high, tokens between, above, mass_above).
     """
     way = tl.arange(0, WAYS)
-    between = V
+    between = V + above * 0  # a tensor, not a constant
     step = 0
     while (step < PASSES) & (between > POOL):
         # Ascending. The first pass knows no lower end: 2^7 .. 2^0 half temperatures below the best.
@@ -75,19 +78,20 @@ def _search(row_ptr, V, low, high, above, mass_above, need_count, need_mass, bes
         thresholds = tl.where(low == _NEGATIVE_INFINITY, first, spread)
         counts, masses = _tally(row_ptr, V, thresholds, best, inverse_t, BLOCK, WAYS)
         enough = (counts >= need_count) & (masses >= need_mass)
+        before = above
         taken = tl.sum(enough.to(tl.int32), 0)  # nested: the lowest ones keep enough
         if taken < WAYS:
             high = tl.sum(tl.where(way == taken, thresholds, 0.0), 0)
             above = tl.sum(tl.where(way == taken, counts, 0), 0)
             mass_above = tl.sum(tl.where(way == taken, masses, 0.0), 0)
-        kept = V
+        kept = V + above * 0
         if taken > 0:
             low = tl.sum(tl.where(way == taken - 1, thresholds, 0.0), 0)
             kept = tl.sum(tl.where(way == taken - 1, counts, 0), 0)
         else:
             # The cut is below the first pass's reach; no logit is (or weighs anything) so far down.
             low = tl.where(low == _NEGATIVE_INFINITY, high - 1.0e4 / inverse_t, low)
-            kept = tl.where(step == 0, V, between + above)
+            kept = tl.where(step == 0, V, between + before)
         between = kept - above
         step += 1
     return low, high, between, above, mass_above
@@ -134,9 +138,9 @@ def _threshold_kernel(
         best = tl.max(tops, 0)
         low = tl.full((), _NEGATIVE_INFINITY, tl.float32)
         high = best + temperature * 1.0e-3 + tl.abs(best) * 1.0e-6
-        above = 0
-        mass_above = 0.0
-        total = 0.0
+        none = tl.full((), 0, tl.int32)
+        nothing = tl.full((), 0.0, tl.float32)
+        above, between, mass_above, total = none, none, nothing, nothing
         if cut_k:
             low, high, between, above, mass_above = _search(
                 row_ptr, V, low, high, above, mass_above, top_k, 0.0, best, inverse_t, BLOCK, POOL, WAYS, PASSES
@@ -145,6 +149,7 @@ def _threshold_kernel(
             i = tl.arange(0, POOL)
             threshold = tl.max(tl.where(i == top_k - above - 1, x, _NEGATIVE_INFINITY), 0)
             threshold = tl.where(between > POOL, low, threshold)  # only thousands of equal logits are left undivided
+            between = tl.sum((x >= threshold).to(tl.int32), 0)
             total = mass_above + tl.sum(tl.where(x >= threshold, tl.exp((x - best) * inverse_t), 0.0), 0)
         if cut_p:
             if not cut_k:
@@ -162,7 +167,7 @@ def _threshold_kernel(
                 low = tl.where(cut_k, high, low)
                 high = tl.where(cut_k, best + temperature * 1.0e-3 + tl.abs(best) * 1.0e-6, high)
                 low, high, between, above, mass_above = _search(
-                    row_ptr, V, low, high, 0, 0.0, 1, needed, best, inverse_t, BLOCK, POOL, WAYS, PASSES
+                    row_ptr, V, low, high, none, nothing, 1, needed, best, inverse_t, BLOCK, POOL, WAYS, PASSES
                 )
             x = _band(row_ptr, V, low, high, tl.minimum(between, POOL), pool, pool_count_ptr + row, BLOCK, POOL)
             weight = tl.where(x >= low, tl.exp((x - best) * inverse_t), 0.0)
@@ -203,7 +208,7 @@ def _argmax_kernel(
         better = x > best
         best = tl.where(better, x, best)
         best_at = tl.where(better, at, best_at)
-    # Order-preserving bits of the value above, the inverted id below: the maximum is the best value, ties go to the lowest id.
+    # Order-preserving bits of the value above, the inverted id below: ties go to the lowest id.
     bits = best.to(tl.uint32, bitcast=True)
     ordered = tl.where((bits >> 31) == 1, ~bits, bits | 0x80000000)
     packed = (ordered.to(tl.uint64) << 32) | (0x7FFFFFFF - best_at).to(tl.uint64)
@@ -216,7 +221,8 @@ def _argmax_kernel(
 
 @triton.jit
 def _penalise_kernel(
-    logits_ptr, row_ptr, id_ptr, count_ptr, seen_ptr, bias_ptr, repetition_ptr, frequency_ptr, presence_ptr, entries, stride,
+    logits_ptr, row_ptr, id_ptr, count_ptr, seen_ptr, bias_ptr, repetition_ptr, frequency_ptr, presence_ptr, entries,
+    stride,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -264,7 +270,7 @@ class TokenDrawer:
         cut: bool = True,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Token ids [R] int64 of logits [R, V]. ``params`` None: all greedy; ``cut`` False: no row has top_k, top_p or min_p."""
+        """Token ids [R] int64 of logits [R, V]. ``params`` None: all greedy; ``cut`` False: no row has a cut."""
         rows, vocab_size = logits.shape
         tokens = torch.empty(rows, dtype=torch.int64, device=logits.device) if out is None else out
         temperature = self._threshold if params is None else params.temperature
@@ -274,7 +280,8 @@ class TokenDrawer:
             _threshold_kernel[(rows,)](
                 logits, params.temperature, params.top_k, params.top_p, params.min_p, self._threshold, self._pool,
                 self._pool_count, vocab_size, logits.stride(0),
-                BLOCK=min(2048, triton.next_power_of_2(vocab_size)), POOL=self.candidates, WAYS=8, PASSES=12, num_warps=16,
+                BLOCK=min(1024, triton.next_power_of_2(vocab_size)), POOL=self.candidates, WAYS=8, PASSES=12,
+                num_warps=16,
             )  # fmt: skip
         block = min(1024, triton.next_power_of_2(vocab_size))
         tiles = 1 << (max(1, min(16, rows * vocab_size // (block * self._sm_count * 4))).bit_length() - 1)

@@ -1,9 +1,11 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """``y = x @ w.T`` for a few rows of x (M <= 64): the product that decode waits for, bound by reading w once.
 
-The weight tile is the left operand of the matrix unit and the padded x the right one (``y.T = w @ x.T``), so that 16 columns cost no
-more than they must: wgmma takes 64 rows of w straight from shared memory. w [N, K] is row-major and streamed through ``num_stages`` tiles; several
-programs an SM keep the memory busy while another one starts or ends. Splits of K write float32 partials; the last one to arrive sums
-them in fixed order, so the result does not depend on timing.
+The weight tile is the left operand of the matrix unit and the padded x the right one (``y.T = w @ x.T``), so that 16
+columns cost no more than they must: wgmma takes 64 rows of w straight from shared memory. w [N, K] is row-major and
+streamed through ``num_stages`` tiles; several programs an SM keep the memory busy while another one starts or ends.
+Splits of K write float32 partials; the last one to arrive sums them in fixed order, so the result does not depend on
+timing.
 
     program (n, s): rows n*BLOCK_N.. of w, columns s*K/SPLIT..;   partial[s, n] --last of SPLIT--> y[:, n]
 """
@@ -21,7 +23,8 @@ MAX_ROWS = 64
 
 @triton.jit
 def _skinny_kernel(
-    x_ptr, w_ptr, w_desc, bias_ptr, residual_ptr, y_ptr, partial_ptr, counter_ptr, M, N, stride_x, stride_w, stride_r, stride_y,
+    x_ptr, w_ptr, w_desc, bias_ptr, residual_ptr, y_ptr, partial_ptr, counter_ptr, M, N, stride_x, stride_w,
+    stride_r, stride_y,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
     TMA: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -35,13 +38,13 @@ def _skinny_kernel(
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     first = split * PER_SPLIT
     for k in tl.range(first, first + PER_SPLIT, BLOCK_K, num_stages=STAGES):
-        if TMA:
+        if TMA:  # noqa: SIM108
             w = w_desc.load([tile * BLOCK_N, k])
         else:
             w = tl.load(w_ptr + rows[:, None] + (k + kk)[None, :])
         x = tl.load(x_ptr + m[:, None] * stride_x + (k + kk)[None, :], mask=m[:, None] < M, other=0.0)
         acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
-    # A split's partial is laid out [BLOCK_N, BLOCK_M] per tile: contiguous for the program that writes it and the one that sums.
+    # A split's partial is [BLOCK_N, BLOCK_M], contiguous for the program that writes it and the one that sums.
     cell = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
     final = True
     if SPLIT > 1:
@@ -89,7 +92,7 @@ def choose_tiling(n: int, k: int, sm_count: int, rows: int) -> SkinnyTiling:
 
 
 class SkinnyLinear:
-    """A weight [N, K] with the workspace of its product. One stream at a time (the workspace is shared by all calls)."""
+    """A weight [N, K] with the workspace of its product. One stream at a time: all calls share the workspace."""
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, tiling: SkinnyTiling | None = None
@@ -132,6 +135,7 @@ class SkinnyLinear:
             x, self.weight, self._descriptor, self.weight if self.bias is None else self.bias, other, y, self._partial,
             self._counters, rows, n, x.stride(0), self.weight.stride(0), other.stride(0), y.stride(0),
             K=k, BLOCK_M=max(16, triton.next_power_of_2(rows)), BLOCK_N=t.block_n, BLOCK_K=t.block_k, SPLIT=t.split,
-            TMA=t.tma, BIAS=self.bias is not None, RESIDUAL=residual is not None, STAGES=t.num_stages, num_warps=t.num_warps,
+            TMA=t.tma, BIAS=self.bias is not None, RESIDUAL=residual is not None, STAGES=t.num_stages,
+            num_warps=t.num_warps,
         )  # fmt: skip
         return y

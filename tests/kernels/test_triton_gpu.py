@@ -1,0 +1,130 @@
+"""Every Triton kernel on a CUDA device against float64, at real sizes, and inside CUDA graphs (``make test-gpu``)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from engine.kernels.decode_attention import DecodePlan, paged_decode
+from engine.kernels.skinny_gemm import SkinnyTiling
+from engine.kernels.triton_gpu import TritonKernels
+from tests.kernels import triton_checks as checks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+CUDA = torch.device("cuda")
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+LENGTHS = [700, 1, 17, 128, 1500, 129, 64, 333, 4097]
+QUERIES = [100, 1, 17, 1, 1500, 65, 1, 200, 300]
+HEADS = [(32, 8, 128), (32, 32, 128), (16, 8, 128), (9, 3, 64), (8, 1, 64), (40, 8, 96)]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(torch.seed() % 2**31)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(
+    ("block_size", "dtype", "window"), [(16, BF16, None), (32, F16, 300), (64, BF16, 5), (128, F32, None)]
+)
+def test_decode(heads: tuple[int, int, int], block_size: int, dtype: torch.dtype, window: int | None) -> None:
+    checks.check_decode(CUDA, dtype, [*LENGTHS, 0], heads, block_size, window)
+
+
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(
+    ("block_size", "dtype", "window"), [(16, BF16, None), (32, F16, 300), (64, BF16, 100), (128, BF16, 5)]
+)
+def test_prefill(
+    portable: bool, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype, window: int | None
+) -> None:
+    checks.check_prefill(CUDA, dtype, LENGTHS, QUERIES, heads, block_size, window, portable=portable)
+
+
+def test_prefill_in_float32() -> None:
+    checks.check_prefill(CUDA, F32, LENGTHS, QUERIES, (8, 2, 64), 16, portable=True, block_m=64, block_n=32)
+
+
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("heads", [(32, 8, 128), (32, 32, 128), (16, 8, 64)])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_cascade(portable: bool, heads: tuple[int, int, int], block_size: int) -> None:
+    checks.check_cascade(CUDA, BF16, heads, block_size, (2048 // block_size, 5120 // block_size), portable=portable)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+def test_between_the_products(dtype: torch.dtype) -> None:
+    for rows, hidden in ((1, 4096), (300, 4096), (7, 576), (3, 14336)):
+        checks.check_norm_and_silu(CUDA, dtype, rows, hidden)
+    for heads, norm in (((32, 8, 128), False), ((16, 8, 128), True), ((9, 3, 64), True)):
+        checks.check_rope(CUDA, dtype, 40, heads, 16, norm)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 33, 64])
+@pytest.mark.parametrize(
+    "tiling",
+    [
+        None,
+        SkinnyTiling(64, 256, tma=True, num_stages=2),
+        SkinnyTiling(64, 128, split=4, tma=True),
+        SkinnyTiling(128, 64, 2),
+    ],
+)
+def test_skinny_product(rows: int, tiling: SkinnyTiling | None) -> None:
+    checks.check_skinny(CUDA, BF16, (rows, 1000, 2048), tiling)
+
+
+@pytest.mark.parametrize(("dtype", "vocab_size"), [(F32, 128256), (BF16, 151936), (F32, 49152)])
+def test_sampling(dtype: torch.dtype, vocab_size: int) -> None:
+    checks.check_sampling(CUDA, dtype, vocab_size, 1024, seed=11)
+    checks.check_penalties(CUDA)
+
+
+@pytest.mark.parametrize(("dtype", "head_dim", "block_size"), [(BF16, 128, 16), (F32, 64, 32), (BF16, 80, 64)])
+def test_kv_pack(dtype: torch.dtype, head_dim: int, block_size: int) -> None:
+    checks.check_kv_pack(CUDA, dtype, head_dim, block_size, (5, 1000))
+
+
+def test_decode_in_a_replayed_graph() -> None:
+    """The grid is fixed at capture; lengths and blocks change under it."""
+    first = checks.Paged(LENGTHS, 8, 128, 16, BF16, CUDA)
+    q = torch.randn(len(LENGTHS), 32, 128, device=CUDA, dtype=BF16)
+    plan = DecodePlan(len(LENGTHS), 32, 8, 128, CUDA)
+    lens, out = first.seq_lens.clone(), torch.empty_like(q)
+
+    def step() -> None:
+        plan.update(lens)
+        paged_decode(q, first.kv, first.table, lens, 0.1, plan, out)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for shorter in (0, 1, 16, 300):
+        first.seq_lens = (torch.tensor(LENGTHS, device=CUDA, dtype=torch.int32) - shorter).clamp(min=1)
+        lens.copy_(first.seq_lens)
+        out.fill_(checks.NAN)
+        graph.replay()
+        expected = first.expected(q, range(len(LENGTHS) + 1), 0.1, None)
+        assert checks.relative_error(out, expected) < checks.tolerance(BF16)
+
+
+def test_mixed_batch_through_the_backend() -> None:
+    """Leading decodes and a prefill in one call, planned once for two layers."""
+    lengths, queries = [900, 40, 333, 700], [1, 1, 100, 700]
+    paged = checks.Paged(lengths, 8, 128, 16, BF16, CUDA)
+    bounds = [0, 1, 2, 102, 802]
+    cu = torch.tensor(bounds, dtype=torch.int32, device=CUDA)
+    kernels = TritonKernels(max_requests=8)
+    kernels.begin_step(num_decodes=2)
+    for _ in range(2):
+        q = torch.randn(bounds[-1], 32, 128, device=CUDA, dtype=BF16)
+        out = kernels.paged_attention(q, paged.kv, paged.table, cu, paged.seq_lens, 0.1, max(queries))
+        assert checks.relative_error(out, paged.expected(q, bounds, 0.1, None)) < checks.tolerance(BF16)

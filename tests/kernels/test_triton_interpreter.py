@@ -1,0 +1,26 @@
+"""The portable Triton kernels on the CPU, interpreted, tiny: what CI can run of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).resolve().parents[2]
+FAMILIES = ("decode", "prefill", "cascade", "between", "skinny", "sampling", "kv_pack")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_interpreted_kernels_agree_with_float64(family: str) -> None:
+    # The interpreter has to be chosen before triton is imported, hence a process of its own.
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.kernels.triton_checks", family]
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
