@@ -13,6 +13,7 @@ import torch
 
 from engine.batch import SampledBatch, ScheduledBatch, build_forward_batch
 from engine.config import EngineConfig
+from engine.cpu_threads import CpuThreads
 from engine.kernels import Kernels, fastest_kernels
 from engine.kv_cache import KVCache
 from engine.messages import TokenLogprobs
@@ -42,12 +43,11 @@ class ModelRunner:
         self.eos_token_ids = list(self.model_config.eos_token_ids)
         self.vocab_size = self.model_config.vocab_size
 
-        slower_because = ""
-        if kernels is None:
-            kernels, slower_because = fastest_kernels(self.device)
+        self._kernels, slower_because = (kernels, "") if kernels else fastest_kernels(self.device)
+        self._cpu_threads = CpuThreads(config.num_threads)
+        self._num_threads = 0
         with WeightReader(directory, self.dtype, self.device) as weights, torch.inference_mode():
-            self.kernels = kernels
-            self._model = build_model(self.model_config, weights, kernels, self.max_model_len)
+            self._model = build_model(self.model_config, weights, self._kernels, self.max_model_len)
         self.num_blocks = _num_blocks(config, self.model_config, self.dtype, self.max_model_len)
         self.kv_cache = KVCache(
             num_layers=self.model_config.num_layers,
@@ -64,7 +64,7 @@ class ModelRunner:
             model=config.model,
             architecture=self.model_config.architecture,
             dtype=str(self.dtype).removeprefix("torch."),
-            kernels=kernels.name + (f" (native unavailable: {slower_because})" if slower_because else ""),
+            kernels=self._kernels.name + (f" (native unavailable: {slower_because})" if slower_because else ""),
             num_blocks=self.num_blocks,
             block_size=config.block_size,
             kv_bytes=self.kv_cache.num_bytes,
@@ -77,6 +77,19 @@ class ModelRunner:
 
         ``on_layers`` is called after each group of ``config.layer_group_size`` layers, in order.
         """
+        self._take_cores()
+        try:
+            return self._run(batch, on_layers)
+        finally:
+            self._cpu_threads.end_step()
+
+    def _take_cores(self) -> None:
+        num_threads = self._cpu_threads.begin_step()
+        if num_threads != self._num_threads:
+            self._kernels.set_num_threads(num_threads)
+            self._num_threads = num_threads
+
+    def _run(self, batch: ScheduledBatch, on_layers: OnLayers | None) -> SampledBatch:
         forward = build_forward_batch(batch, self.config.block_size, self.device)
         after_layer = None if on_layers is None else self._grouped(on_layers)
         hidden = self._model.forward(forward, self.kv_cache.layers, after_layer)

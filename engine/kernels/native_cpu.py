@@ -92,6 +92,8 @@ class NativeKernels:
         self._linear_dtypes = {dtype for bit, dtype in ((1, torch.float32), (2, torch.bfloat16)) if multiplies & bit}
 
     def set_num_threads(self, num_threads: int) -> None:
+        # What is left to torch is small: its own pool of threads would only fight with this one for the cores.
+        torch.set_num_threads(1)
         self._set_threads(num_threads)
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> Linear:
