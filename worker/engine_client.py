@@ -39,11 +39,11 @@ class EngineClient:
         """``launch`` lacks its socket addresses; they are made here."""
         self._module = module
         self._silence_s = silence_s
-        self._directory = Path(tempfile.mkdtemp(prefix="pdserve-engine-"))  # 0700: nobody else can connect
+        self.directory = Path(tempfile.mkdtemp(prefix="pdserve-engine-"))  # 0700: nobody else can connect
         self._launch = msgspec.structs.replace(
             launch,
-            to_engine=f"ipc://{self._directory}/to",
-            from_engine=f"ipc://{self._directory}/from",
+            to_engine=f"ipc://{self.directory}/to",
+            from_engine=f"ipc://{self.directory}/from",
             parent_pid=os.getpid(),
         )
         self._context = zmq.Context(io_threads=1)
@@ -119,7 +119,7 @@ class EngineClient:
         self._to_engine.close(linger=0)
         self._from_engine.close(linger=0)
         self._context.term()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     async def _receive(self, timeout_s: float) -> EngineReady | StepOutputs | PeerFrame:
         assert self._exited is not None

@@ -120,6 +120,7 @@ def output_to_pb(output: RequestOutput, request_id: str) -> pb.Output:
                 handoff_wait_s=output.timings.handoff_wait_s,
                 prefill_s=output.timings.prefill_s,
                 transfer_s=output.timings.transfer_s,
+                handoff_relay_s=output.timings.relay_s,
             )
         )
     if output.cached_tokens is not None:
