@@ -152,6 +152,8 @@ class Scheduler:
     def ask_for_tickets(self, now_s: float) -> list[Request]:
         """After schedule(): the requests that ask now, so that their tickets are here for the next step."""
         asking: list[Request] = []
+        if not self.desk.queue:
+            return asking
         # This step's work and the next one's.
         tokens_ahead = sum(r.num_tokens - r.num_computed_tokens for r in self.running) + self.desk.pledged_tokens
         while self.desk.queue and tokens_ahead < 2 * self.config.max_num_batched_tokens:

@@ -12,6 +12,7 @@ def check_books(core: EngineCore) -> None:
     references = [0] * scheduler.pool.num_blocks
     for request in scheduler.requests.values():
         assert len(set(request.block_table)) == len(request.block_table)
+        assert request.block_table or request.num_computed_tokens == 0
         for block_id in request.block_table:
             references[block_id] += 1
     assert references == scheduler.pool._ref_counts, "the pool and the block tables disagree"

@@ -145,6 +145,16 @@ def test_deadlines_end_requests_in_every_state() -> None:
     assert_no_leak(d)
 
 
+def test_requests_that_ended_early_leave_no_deadline_behind() -> None:
+    core = make_core()
+    for index in range(1000):
+        core.add(make_message(f"r{index}", [1], timeout_s=600.0))
+        core.abort([f"r{index}"], "client")
+    assert len(core.scheduler._deadlines) < 100
+    core.step()
+    assert_no_leak(core)
+
+
 def test_the_next_deadline_is_the_requests_or_the_retrys() -> None:
     clock = Clock()
     p = make_core(clock=clock)

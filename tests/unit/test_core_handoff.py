@@ -148,11 +148,17 @@ def test_d_is_busy_for_a_prefix_that_it_is_just_receiving() -> None:
 def test_p_asks_only_for_what_fits_and_holds_nothing_meanwhile() -> None:
     cluster = Cluster({"num_blocks": 8}, {"num_blocks": 64})
     for index in range(4):
-        cluster.add(f"r{index}", [index] * 20, 2)
+        cluster.p.add(make_message(f"r{index}", [index] * 12, 2, handoff=send_kv(f"d{index}")))
     cluster.step("p")
-    assert len(cluster.link.wire) == 1, "5 of 8 blocks are pledged: the second prompt would not fit"
+    assert cluster.p.scheduler.desk.num_pledged == 2, "6 of 8 blocks are pledged: a third prompt would not fit"
     assert cluster.p.scheduler.pool.num_used == 0
+    cluster.p.add(make_message("local", [9] * 8, 1))
+    cluster.step("p")
+    assert cluster.p.stats().running == 0, "a ticket that is being asked for goes before a later request"
+    cluster.link.wire.clear()
+    cluster.p.abort([f"r{index}" for index in range(4)], "test")
     cluster.run()
+    assert cluster.end("p", "local").finish_reason is FinishReason.LENGTH
 
 
 def test_busy_defers_one_request_and_blocks_no_other() -> None:
@@ -178,7 +184,11 @@ def test_busy_defers_one_request_and_blocks_no_other() -> None:
 
 def test_a_stuck_receiver_cannot_take_the_pool() -> None:
     cluster = Cluster({"num_blocks": 16, "max_num_batched_tokens": 64})
-    stuck = [make_message(f"s{i}", [i] * 8, 2, handoff=send_kv("stuck"), timeout_s=5.0) for i in range(10)]
+    lengths = [16] + [8] * 9
+    stuck = [
+        make_message(f"s{i}", [i] * length, 2, handoff=send_kv("stuck"), timeout_s=5.0)
+        for i, length in enumerate(lengths)
+    ]
     for message in stuck:
         cluster.p.add(message)
     # Its tickets come, its blocks are never released.
@@ -187,8 +197,13 @@ def test_a_stuck_receiver_cannot_take_the_pool() -> None:
         for request in list(cluster.p.scheduler.requests.values()):
             cluster.p.grant_ticket(request.request_id, 0)
         cluster.link.wire.clear()
-    assert cluster.p.stats().holding_kv == 4, "half of the 16 blocks, at 2 each"
+    assert cluster.p.stats().holding_kv == 3, "half of the 16 blocks: 4 + 2 + 2"
     assert not cluster.p.has_work()
+    # As one of its requests ends, those ask that fit in its place, and no more.
+    cluster.p.abort(["s0"], "client")
+    cluster.step("p")
+    assert cluster.p.scheduler.desk.num_pledged == 2
+    cluster.link.wire.clear()
     message = cluster.add("r", range(9), 3, ignore_eos=True)
     for _ in range(6):
         cluster.step("p")
@@ -198,7 +213,7 @@ def test_a_stuck_receiver_cannot_take_the_pool() -> None:
     # Freeing needs no peer: the deadline does it.
     cluster.clock.now_s += 6.0
     cluster.run()
-    assert {cluster.end("p", m.request_id).finish_reason for m in stuck} == {FinishReason.TIMEOUT}
+    assert {cluster.end("p", m.request_id).finish_reason for m in stuck[1:]} == {FinishReason.TIMEOUT}
 
 
 def test_d_leaves_room_for_those_that_run() -> None:
@@ -214,6 +229,55 @@ def test_d_leaves_room_for_those_that_run() -> None:
     core.release_reservation("three")
     assert core.scheduler.pool.num_used == 4
     core.abort(["running", "three", "four"], "test")
+    cluster.link.wire.clear()
+    cluster.run()
+
+
+def test_a_reservation_has_room_for_the_next_token_and_counts_what_it_pins() -> None:
+    cluster = Cluster(d={"num_blocks": 4, "max_num_batched_tokens": 64})
+    core = cluster.d
+    core.add(make_message("cached", range(15), 1))
+    cluster.step("d")
+    assert core.stats().cached_blocks == 3
+    core.add(make_message("large", [*range(12), 1], 2, handoff=receive_kv()))
+    core.add(make_message("small", range(8), 2, handoff=receive_kv()))
+    assert core.reserve_kv("small") == 8
+    assert len(core.scheduler.requests["small"].block_table) == 3
+    assert core.reserve_kv("large") is None, "its third cached block is not to be had twice"
+    core.release_reservation("small")
+    assert core.reserve_kv("large") == 12
+    core.abort(["large", "small"], "test")
+    cluster.link.wire.clear()
+    cluster.run()
+
+
+def test_reservations_take_no_seat_that_is_not_there_and_no_turn_of_others() -> None:
+    cluster = Cluster(d={"max_num_seqs": 8, "max_num_batched_tokens": 2})
+    core = cluster.d
+    core.add(make_message("older", [3], 2, ignore_eos=True))
+    for index in range(3):
+        core.add(make_message(f"r{index}", [index], 2, handoff=receive_kv()))
+    assert core.reserve_kv("r0") is None, "an older request waits"
+    cluster.step("d")
+    assert [core.reserve_kv(f"r{index}") for index in range(3)] == [0, None, None], "two tokens a step are two seats"
+    core.abort(["r0", "r1", "r2"], "test")
+    cluster.link.wire.clear()
+    cluster.run()
+
+
+def test_nothing_is_reserved_while_a_preempted_request_waits_to_resume() -> None:
+    cluster = Cluster(d={"num_blocks": 7})
+    core = cluster.d
+    for index in range(2):
+        core.add(make_message(f"r{index}", [index] * 7, 16, ignore_eos=True))
+    while not core.stats().preemptions_total:
+        cluster.step("d")
+    core.abort(["r0"], "client")
+    core.add(make_message("new", [9], 2, handoff=receive_kv()))
+    assert core.reserve_kv("new") is None
+    cluster.step("d")
+    assert core.reserve_kv("new") == 0
+    core.abort(["new"], "client")
     cluster.link.wire.clear()
     cluster.run()
 
@@ -260,16 +324,19 @@ def test_preempted_on_d_it_goes_on_without_p() -> None:
 
 
 def test_a_sender_is_never_preempted() -> None:
-    cluster = Cluster({"num_blocks": 8, "max_num_batched_tokens": 4})
+    cluster = Cluster({"num_blocks": 9, "max_num_batched_tokens": 4})
     core = cluster.p
     core.add(make_message("local", range(7), 20, ignore_eos=True))
     cluster.step("p")
     cluster.step("p")
     cluster.add("sent", [9] * 20, 2)
-    for _ in range(12):
+    for turn in range(12):
         cluster.step("p")
-        cluster.link.deliver()
-    assert core.scheduler.requests["local"].status is RequestStatus.PREEMPTED or core.stats().preemptions_total == 0
+        if turn < 2:
+            cluster.link.deliver()
+    assert core.stats().preemptions_total == 1
+    assert core.scheduler.requests["local"].status is RequestStatus.PREEMPTED
+    assert core.scheduler.requests["sent"].status in (RequestStatus.RUNNING, RequestStatus.HOLDING_KV)
     cluster.run()
     assert len([t for output in cluster.outputs["p"]["local"] for t in output.token_ids]) == 20
 
@@ -285,7 +352,13 @@ def test_misuse_by_the_receiver_is_an_error() -> None:
     assert core.reserve_kv("r") == 0
     with pytest.raises(ValueError, match="outside of its unpublished blocks"):
         core.write_kv("r", 8, 10, 0, 1, [0, 0], None)
-    core.abort(["r"], "client")
+    core.add(make_message("cached", range(20, 25), 1))
+    cluster.step("d")
+    core.add(make_message("hit", range(20, 29), 4, handoff=receive_kv()))
+    assert core.reserve_kv("hit") == 4
+    with pytest.raises(ValueError, match=r"\(4 to 9\)"):
+        core.write_kv("hit", 3, 5, 0, 1, [0, 0], None)
+    core.abort(["r", "hit"], "client")
     with pytest.raises(KeyError):
         core.kv_ready("r", RequestOutput(request_id="r", token_ids=[1]))
     cluster.link.wire.clear()
@@ -316,9 +389,12 @@ def test_random_loads_aborts_and_delays(data: st.DataObject) -> None:
     cluster = Cluster(data.draw(shapes), data.draw(shapes))
     added: dict[str, AddRequest] = {}
     aborted: set[str] = set()
+    on_p: set[str] = set()
     for _ in range(data.draw(st.integers(1, 40))):
-        action = data.draw(st.sampled_from(["add", "p", "d", "p", "d", "deliver", "deliver", "abort", "plain"]))
-        if action in ("add", "plain"):
+        action = data.draw(
+            st.sampled_from(["add", "p", "d", "p", "d", "deliver", "deliver", "abort", "plain", "plain_p"])
+        )
+        if action in ("add", "plain", "plain_p"):
             prompt = list(range(data.draw(st.integers(0, 20)))) + data.draw(
                 st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)
             )
@@ -328,7 +404,8 @@ def test_random_loads_aborts_and_delays(data: st.DataObject) -> None:
                 added[request_id] = cluster.add(request_id, prompt, max_tokens, **fields)
             else:
                 added[request_id] = make_message(request_id, prompt, max_tokens, **fields)  # type: ignore[arg-type]
-                cluster.d.add(added[request_id])
+                (cluster.p if action == "plain_p" else cluster.d).add(added[request_id])
+                on_p |= {request_id} if action == "plain_p" else set()
         elif action == "deliver":
             cluster.link.deliver(data.draw(st.integers(1, 5)))
         elif action == "abort" and added:
@@ -339,9 +416,11 @@ def test_random_loads_aborts_and_delays(data: st.DataObject) -> None:
             cluster.step(action)
     cluster.run()
     for request_id, message in added.items():
-        end = cluster.end("d", request_id)
+        where = "p" if request_id in on_p else "d"
+        end = cluster.end(where, request_id)
         expected, reason = oracle(message, 64)
-        tokens = cluster.tokens(request_id)
+        tokens = [token for output in cluster.outputs[where][request_id] for token in output.token_ids]
+        assert where == "p" or not any(output.token_ids for output in cluster.outputs["p"].get(request_id, []))
         if end.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             assert (tokens, end.finish_reason) == (expected, reason)
             continue
