@@ -109,7 +109,7 @@ class WorkerApp:
 
     # ---- from the engine
 
-    def engine_starting(self, launch: EngineLaunch) -> None:
+    def new_incarnation(self, launch: EngineLaunch) -> None:
         self._identity = launch.identity()
         self._sessions.identity = self._handoff_servicer.identity = self._handoff_client.identity = self._identity
 

@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 class EngineListener(Protocol):
     """Whoever uses the engine. Called on the event loop; must not block."""
 
-    def engine_starting(self, launch: EngineLaunch) -> None: ...
+    def new_incarnation(self, launch: EngineLaunch) -> None:
+        """From now on this worker is this incarnation; its engine is about to be started."""
 
     def engine_ready(self, ready: EngineReady) -> None: ...
 
@@ -61,6 +62,7 @@ class EngineSupervisor:
         backoff_s = FIRST_BACKOFF_S
         was_ready = False
         loop = asyncio.get_running_loop()
+        self._listener.new_incarnation(launch)
         while True:
             started_s = loop.time()
             try:
@@ -71,6 +73,9 @@ class EngineSupervisor:
                 if not was_ready:
                     raise
                 log.error("engine of incarnation %d is lost: %s", launch.incarnation, error)
+                # First who we are, then that we left: whoever comes back at once meets the new incarnation.
+                launch = _next_incarnation(launch)
+                self._listener.new_incarnation(launch)
                 self._listener.engine_lost(str(error))
             finally:
                 client, self._client, self.ready = self._client, None, None
@@ -79,10 +84,8 @@ class EngineSupervisor:
             backoff_s = FIRST_BACKOFF_S if loop.time() - started_s > HEALTHY_AFTER_S else backoff_s
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
-            launch = _next_incarnation(launch)
 
     async def _live(self, launch: EngineLaunch) -> None:
-        self._listener.engine_starting(launch)
         self._client = EngineClient(self._module, launch, silence_s=self._silence_s)
         self.ready = await self._client.start()
         self._listener.engine_ready(self.ready)

@@ -122,7 +122,7 @@ class Listener:
         self.said: list[StepOutputs | PeerFrame] = []
         self.lost: list[str] = []
 
-    def engine_starting(self, launch: EngineLaunch) -> None:
+    def new_incarnation(self, launch: EngineLaunch) -> None:
         self.incarnations.append(launch.incarnation)
 
     def engine_ready(self, ready: EngineReady) -> None:
