@@ -27,8 +27,10 @@ class GatewayConfig:
     max_choices: int = 128
     """Prompts x n of one HTTP request."""
     max_body_bytes: int = 16 << 20
-    max_stream_buffer_bytes: int = 1 << 20
-    """Bytes of one stream that its client has not read; more end the request as slow_consumer."""
+    max_stream_buffer_bytes: int = 256 << 10
+    """Bytes of one stream that its client has not read; then its outputs wait in the session's buffer."""
+    stall_timeout_s: float = 10.0
+    """A client that takes nothing of a full buffer for so long is ended as slow_consumer."""
     send_timeout_s: float = 30.0
     """How long a client may take to read what is left once its request has ended."""
     router_wait_s: float = 5.0

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from gateway.errors import GatewayError, deadline_exceeded, from_failure, router_unavailable
 from pdserve.identity import new_identity
 from pdserve.session import Handle, Session
 from pdserve.v1 import inference_pb2 as pb
+
+OnOutput = Callable[[pb.Output], Awaitable[bool]]
+"""Takes an output, may wait; False when no more are wanted."""
 
 
 class RouterPool:
@@ -90,7 +93,7 @@ class Generation:
         self._on_abort = on_abort
         self._output_so_far: list[int] = []
 
-    async def run(self, routers: RouterPool, on_output: Callable[[pb.Output], bool]) -> None:
+    async def run(self, routers: RouterPool, on_output: OnOutput) -> None:
         """Hand every output to ``on_output`` until the last one, or until it answers False: then the request is
         aborted ("stop"). The caller bounds the time. Raises GatewayError; cancelled, it aborts the request."""
         while True:
@@ -108,19 +111,21 @@ class Generation:
                 raise from_failure(failure)
             self.resumes += 1
             if len(self._output_so_far) >= self._request.sampling.max_tokens:  # only the finish was lost
-                on_output(pb.Output(finish=pb.Finish(reason=pb.FINISH_REASON_LENGTH)))
+                await on_output(pb.Output(finish=pb.Finish(reason=pb.FINISH_REASON_LENGTH)))
                 return
 
-    async def _attempt(self, session: Session, on_output: Callable[[pb.Output], bool]) -> pb.Failure | None:
+    async def _attempt(self, session: Session, on_output: OnOutput) -> pb.Failure | None:
         """One try on one session: None when the choice ended, else why not."""
         handle = session.open(self._next_request())
         reason = "client"
         try:
             async for output in handle:
                 if output.HasField("finish") and (failure := _failure(output.finish)) is not None:
+                    if failure.code == pb.ERROR_CODE_SLOW_CONSUMER:  # the session has aborted it
+                        self._on_abort("slow_consumer")
                     return failure
                 self._output_so_far.extend(output.token_ids)
-                if not on_output(output) and not output.HasField("finish"):
+                if not await on_output(output) and not output.HasField("finish"):
                     reason = "stop"
                     return None
             return None

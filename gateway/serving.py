@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -93,11 +93,14 @@ class Choice:
     def finish_reason(self) -> str | None:
         return self.decoder.finish_reason
 
-    def keep(self, delta: Delta) -> None:
+    async def keep(self, delta: Delta) -> None:
         """For an answer that is sent whole."""
         self.text += delta.text
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
+
+
+OnDelta = Callable[[Choice, Delta], Awaitable[None]]
 
 
 class AnswerFormat(Protocol):
@@ -160,7 +163,10 @@ class Call:
 
             config = self.gateway.config
             return EventStream(
-                produce, max_buffer_bytes=config.max_stream_buffer_bytes, send_timeout_s=config.send_timeout_s
+                produce,
+                max_buffer_bytes=config.max_stream_buffer_bytes,
+                stall_timeout_s=config.stall_timeout_s,
+                send_timeout_s=config.send_timeout_s,
             )
         answer = await run_until_disconnect(self._request, self._whole(choices, answer_format))
         return Response(status_code=CLIENT_GONE) if answer is None else JsonResponse(answer)
@@ -178,13 +184,14 @@ class Call:
         def write(chunk: dict[str, Any]) -> None:
             sink.write(event({**chunk, "usage": None} if include_usage else chunk))
 
-        def on_delta(choice: Choice, delta: Delta) -> None:
+        async def on_delta(choice: Choice, delta: Delta) -> None:
             if choice.index not in opened:
                 opened.add(choice.index)
                 if (opening := answer_format.opening(choice)) is not None:
                     write(opening)
             for chunk in answer_format.chunks(choice, delta):
                 write(chunk)
+            await sink.room()
 
         with self._recorded(choices):
             await self._run_all(choices, on_delta)
@@ -192,7 +199,7 @@ class Call:
             sink.write(event(answer_format.usage_chunk(usage(choices))))
         sink.write(DONE)
 
-    async def _run_all(self, choices: Sequence[Choice], on_delta: Callable[[Choice, Delta], None]) -> None:
+    async def _run_all(self, choices: Sequence[Choice], on_delta: OnDelta) -> None:
         """All choices to their end. The first failure, the deadline or a cancel ends them all. Raises GatewayError."""
         self._record.dispatched_s = time.monotonic()
         tasks = [asyncio.create_task(self._run(choice, on_delta)) for choice in choices]
@@ -208,15 +215,15 @@ class Call:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run(self, choice: Choice, on_delta: Callable[[Choice, Delta], None]) -> None:
-        def on_output(output: pb.Output) -> bool:
+    async def _run(self, choice: Choice, on_delta: OnDelta) -> None:
+        async def on_output(output: pb.Output) -> bool:
             self._observe(choice, output)
             delta = choice.decoder.push(output)
-            on_delta(choice, delta)
+            await on_delta(choice, delta)
             return delta.finish_reason is None
 
         if choice.prompt.sampling.max_tokens == 0:  # only the prompt was asked for
-            on_output(pb.Output(finish=pb.Finish(reason=pb.FINISH_REASON_LENGTH)))
+            await on_output(pb.Output(finish=pb.Finish(reason=pb.FINISH_REASON_LENGTH)))
         else:
             await choice.generation.run(self.gateway.routers, on_output)
 

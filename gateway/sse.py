@@ -1,9 +1,11 @@
 """Server-sent events: a bounded buffer between what produces events and the client that reads them.
 
-    producer -> EventSink -> sender -> client
-The producer never waits for the client: what the client has not read waits in the sink, and when that is full the
-producer is told so (slow_consumer) and the connection is closed. What waits leaves as one write. The response's head
-waits for the first event, so that a request that fails before it is answered with a proper HTTP status.
+    outputs -> [session's buffer] -> producer -> [EventSink] -> sender -> client
+What the client has not read waits in the sink and leaves as one write. While the sink is full the producer waits, and
+outputs wait in the session's bounded buffer: when that is full too, or the client took nothing for ``stall_timeout_s``,
+the request is ended as slow_consumer and the connection is cut. Nobody else waits for this client at any time.
+
+The response's head waits for the first event, so that a request that fails before it is answered with an HTTP status.
 """
 
 from __future__ import annotations
@@ -31,44 +33,55 @@ def event(data: dict[str, Any]) -> bytes:
 
 
 class EventSink:
-    """Events that the client has not been sent yet, bounded in bytes."""
+    """Events that the client has not been sent yet: ``max_bytes`` and what one output adds."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, stall_timeout_s: float) -> None:
         self.is_used = False
         """True once anything was written: the answer is a stream then, and an error is an event of it."""
         self._max_bytes = max_bytes
+        self._stall_timeout_s = stall_timeout_s
         self._waiting: list[bytes] = []
         self._num_bytes = 0
         self._news = asyncio.Event()
-        self._closed = False
+        self._taken = asyncio.Event()
+        self.is_closed = False
+        """No more will be written; what waits is the rest."""
 
     def write(self, data: bytes) -> None:
-        """Raises GatewayError (slow_consumer) when the client is too far behind."""
-        if self._num_bytes + len(data) > self._max_bytes:
-            raise slow_consumer()
         self.is_used = True
         self._waiting.append(data)
         self._num_bytes += len(data)
         self._news.set()
 
+    async def room(self) -> None:
+        """Wait until there is room to write. Raises GatewayError (slow_consumer) when the client takes nothing."""
+        try:
+            while self._num_bytes >= self._max_bytes:
+                self._taken.clear()
+                async with asyncio.timeout(self._stall_timeout_s):
+                    await self._taken.wait()
+        except TimeoutError:
+            raise slow_consumer() from None
+
     def fail(self, error: GatewayError) -> None:
-        """Write the error as the last event; always fits."""
+        """Write the error as the last event."""
         self._waiting.append(event(error.body()))
         self.close()
 
     def close(self) -> None:
         """Nothing more will be written."""
-        self._closed = True
+        self.is_closed = True
         self._news.set()
 
     async def take(self) -> bytes:
         """All that waits; empty at the end."""
-        while not self._waiting and not self._closed:
+        while not self._waiting and not self.is_closed:
             self._news.clear()
             await self._news.wait()
         data = b"".join(self._waiting)
         self._waiting.clear()
         self._num_bytes = 0
+        self._taken.set()
         return data
 
 
@@ -76,14 +89,19 @@ class EventStream(Response):
     """The response: runs ``produce`` until it ends, fails or the client goes, and sends what it writes."""
 
     def __init__(
-        self, produce: Callable[[EventSink], Awaitable[None]], *, max_buffer_bytes: int, send_timeout_s: float
+        self,
+        produce: Callable[[EventSink], Awaitable[None]],
+        *,
+        max_buffer_bytes: int,
+        stall_timeout_s: float,
+        send_timeout_s: float,
     ) -> None:
         super().__init__(
             media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"}
         )
         del self.headers["content-length"]
         self._produce = produce
-        self._sink = EventSink(max_buffer_bytes)
+        self._sink = EventSink(max_buffer_bytes, stall_timeout_s)
         self._send_timeout_s = send_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,7 +116,7 @@ class EventStream(Response):
             error = producer.result()
             if error is not None and not self._sink.is_used:
                 await error_response(error)(scope, receive, send)
-            elif error is None or error.code != "slow_consumer":
+            elif self._sink.is_closed:
                 await asyncio.wait([sender, gone], timeout=self._send_timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:
@@ -106,7 +124,7 @@ class EventStream(Response):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run_producer(self) -> GatewayError | None:
-        """Ends the stream in any case; returns the error that ended it."""
+        """Ends the stream, but for a slow consumer's, which is cut off; returns the error that ended it."""
         error: GatewayError | None = None
         try:
             await self._produce(self._sink)
@@ -115,9 +133,10 @@ class EventStream(Response):
         except Exception:
             log.exception("stream failed")
             error = internal()
-        if error is not None and self._sink.is_used:
+        if error is None:
+            self._sink.close()
+        elif error.code != "slow_consumer" and self._sink.is_used:
             self._sink.fail(error)
-        self._sink.close()
         return error
 
     async def _send_events(self, send: Send) -> None:

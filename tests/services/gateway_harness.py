@@ -145,6 +145,8 @@ async def running_gateway(model: ServedModel, routers: Sequence[str], **settings
     """The URL of a gateway whose sessions to all ``routers`` are up."""
     config = GatewayConfig(model="test", served_model_name=model.name, routers=tuple(routers), **settings)  # type: ignore[arg-type]
     with listening("127.0.0.1", 0) as listener:
+        # Small, so that a client that does not read is noticed after kilobytes and not megabytes.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
         host, port = listener.getsockname()
         app = create_app(config, model)
         server = QuietServer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -50,7 +51,11 @@ async def metrics(http: httpx.AsyncClient) -> str:
 async def open_stream(url: str, body: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A raw connection, so that the test decides when it reads and how it ends."""
     host, port = url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 14)
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
+    reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 14)
     content = json.dumps(body).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
     writer.write(head.encode() + b"\r\n\r\n" + content)
@@ -76,17 +81,22 @@ async def test_client_leaves(model: ServedModel, routers: list[FakeRouter], stre
             assert "pdserve_open_requests 0.0" in await metrics(http)
 
 
-async def test_stalled_client_slows_nobody(model: ServedModel, routers: list[FakeRouter]) -> None:
-    """A client that does not read is ended as slow_consumer when its buffer is full; another one's stream goes on."""
+@pytest.mark.parametrize(("num_outputs", "tokens_each"), [(3000, 100), (600, 1000)])
+async def test_stalled_client_slows_nobody(
+    model: ServedModel, routers: list[FakeRouter], num_outputs: int, tokens_each: int
+) -> None:
+    """A client that does not read is ended as slow_consumer: by its full buffer when outputs come fast (the session's),
+    by the time it took nothing when they come slowly. Another one's stream goes on meanwhile."""
     [router, _] = routers
+    num_tokens = num_outputs * tokens_each
 
     def script(request: pb.GenerateRequest) -> Script:
         if request.cache_salt == "stalled":
-            return Script([5] * 100_000, tokens_per_output=20)
+            return Script([5] * (num_tokens + tokens_each), tokens_per_output=tokens_each, pause_after=num_tokens)
         return text_script(model, TEXT)(request)
 
     router.script = script
-    async with running_gateway(model, [router.address], max_stream_buffer_bytes=100_000) as url:
+    async with running_gateway(model, [router.address], max_stream_buffer_bytes=50_000, stall_timeout_s=0.5) as url:
         body = {**BODY, "stream": True, "return_token_ids": True, "cache_salt": "stalled"}
         reader, writer = await open_stream(url, body)
         async with httpx.AsyncClient(base_url=url, timeout=20) as http:
@@ -94,10 +104,28 @@ async def test_stalled_client_slows_nobody(model: ServedModel, routers: list[Fak
             assert answer.json()["choices"][0]["message"]["content"] == TEXT
             await router.wait_aborts(1)
             assert router.aborts == [(router.requests[0].request_id, "slow_consumer")]
-            assert 'pdserve_failures_total{code="slow_consumer"} 1.0' in await metrics(http)
-            rest = await asyncio.wait_for(reader.read(-1), 10)
+            rest = await asyncio.wait_for(reader.read(-1), 4)
             assert b"[DONE]" not in rest, "what it gets late is no complete answer"
+            assert b"\r\n0\r\n" not in rest, "and does not look like one"
+            text = await metrics(http)
+            assert 'pdserve_failures_total{code="slow_consumer"} 1.0' in text
+            assert 'pdserve_aborts_total{reason="slow_consumer"} 1.0' in text
         writer.close()
+
+
+async def test_a_burst_is_no_slow_consumer(model: ServedModel, routers: list[FakeRouter]) -> None:
+    """Thousands of outputs at once, each with much to write, to a client that reads: all of it arrives."""
+    [router, _] = routers
+    top = [(token_id, -1.0) for token_id in range(100, 120)]
+    router.script = lambda request: Script([5] * 2000, top=top)
+    async with (
+        running_gateway(model, [router.address], max_stream_buffer_bytes=200_000) as url,
+        httpx.AsyncClient(base_url=url, timeout=20) as http,
+    ):
+        body = {**BODY, "stream": True, "max_tokens": 2000, "logprobs": True, "top_logprobs": 20}
+        response = await http.post(CHAT, json=body)
+        assert len(response.content) > 5 * 200_000
+        assert answered(response, stream=True) == {0: model.tokenizer.decode([5] * 2000, True)}
 
 
 @pytest.mark.parametrize("stream", [False, True])
