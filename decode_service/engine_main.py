@@ -129,20 +129,27 @@ class DecodeHandoff:
         self._core.write_kv(request_id, *part, payload, getattr(torch, dtype))
 
     def publish(self, request_id: str, first_output: bytes, transfer_s: float, sent_tokens: int) -> None:
-        output = first_output_from_pb(inference_pb2.Output.FromString(first_output), request_id)
-        assert output.timings is not None
-        output.timings.transfer_s = transfer_s
-        output.sent_kv_tokens = sent_tokens
-        self._core.kv_ready(request_id, output)
+        self._ready(request_id, first_output, transfer_s, sent_tokens)
 
     def finish(self, request_id: str, first_output: bytes) -> None:
-        output = first_output_from_pb(inference_pb2.Output.FromString(first_output), request_id)
-        output.sent_kv_tokens = 0
-        self._core.kv_ready(request_id, output)
+        self._ready(request_id, first_output, 0.0, 0)
 
     def transfer_failed(self, request_id: str, reason: str) -> None:
         log.warning("handoff_failed", request_id=request_id, reason=reason)
         self._core.fail_request(request_id, ErrorCode.HANDOFF_FAILED, reason, True)
+
+    # ---- inside
+
+    def _ready(self, request_id: str, first_output: bytes, transfer_s: float, sent_tokens: int) -> None:
+        output = first_output_from_pb(inference_pb2.Output.FromString(first_output), request_id)
+        timings = output.timings
+        assert timings is not None
+        timings.transfer_s = transfer_s
+        waited_s = time.monotonic() - self._core.scheduler.requests[request_id].arrival_s - transfer_s
+        # Both workers got the request at the same time, so what P did not spend was spent on the way.
+        timings.relay_s = max(0.0, waited_s - timings.prefill_queue_s - timings.handoff_wait_s - timings.prefill_s)
+        output.sent_kv_tokens = sent_tokens
+        self._core.kv_ready(request_id, output)
 
 
 def frame_to_pb(frame: Frame) -> worker_pb2.HandoffFrame:

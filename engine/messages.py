@@ -143,6 +143,8 @@ class Timings(msgspec.Struct, omit_defaults=True):
     handoff_wait_s: float = 0.0
     prefill_s: float = 0.0
     transfer_s: float = 0.0
+    relay_s: float = 0.0
+    """Between the two workers of a hand-off: frames on their way."""
 
 
 class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
