@@ -13,10 +13,11 @@ import torch
 import transformers
 
 from engine.config import EngineConfig
-from engine.kernels import BACKENDS, load_kernels
+from engine.kernels import load_kernels
 from engine.model_runner import ModelRunner
 from tests.unit.engine_driver import Driver, make_request
 
+BACKENDS = ("native", "torch")
 NUM_TOKENS = 24
 PROMPT_LENS = (1, 7, 33, 64)
 SMALL = {

@@ -23,6 +23,7 @@
 typedef float v16 __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t i16x __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t i32 __attribute__((aligned(2), may_alias));
+typedef uint32_t u32 __attribute__((aligned(2), may_alias));
 typedef uint32_t u16x __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t h16x __attribute__((vector_size(32), aligned(2), may_alias));
 
@@ -33,14 +34,17 @@ INLINE v16 load16(const void *p, long i, int bf16) {
     if (!bf16) return *(const v16 *)((const float *)p + i);
     return (v16)(__builtin_convertvector(*(const h16x *)((const uint16_t *)p + i), u16x) << 16);
 }
+// In the low halves: rounded to nearest, ties to even.
+INLINE u16x round_bf16(v16 x) {
+    u16x bits = (u16x)x;
+    return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
 INLINE void store16(void *p, long i, v16 x, int bf16) {
     if (!bf16) {
         *(v16 *)((float *)p + i) = x;
         return;
     }
-    u16x bits = (u16x)x;  // round to nearest, ties to even
-    bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    *(h16x *)((uint16_t *)p + i) = __builtin_convertvector(bits, h16x);
+    *(h16x *)((uint16_t *)p + i) = __builtin_convertvector(round_bf16(x), h16x);
 }
 INLINE const void *at(const void *p, long i, int bf16) { return (const char *)p + (bf16 ? 2 : 4) * i; }
 INLINE long min_long(long a, long b) { return a < b ? a : b; }
