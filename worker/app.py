@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import structlog
+import uvloop
 from prometheus_client import CollectorRegistry
 
 from engine.messages import AbortRequests, AddRequest, EngineReady, PeerAlive, PeerFrame, PeerLost, StepOutputs
@@ -44,7 +45,7 @@ log = structlog.get_logger()
 def run(config: WorkerConfig) -> int:
     """The exit code: 0 after SIGTERM or SIGINT, 1 when the worker cannot start or must not go on."""
     logs.set_up(config.worker_id)
-    return asyncio.run(WorkerApp(config).run())
+    return uvloop.run(WorkerApp(config).run())
 
 
 class WorkerApp:

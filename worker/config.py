@@ -40,6 +40,9 @@ class WorkerConfig:
         if self.host in WILDCARD_HOSTS and not self.advertised_host:
             raise ValueError(f"--host {self.host} is no address that others can reach: add --advertised-host")
 
+        if not self.redis_url.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError(f"--redis {self.redis_url!r}: use redis://host:port, rediss://host:port or unix:///path")
+
     @property
     def reachable_host(self) -> str:
         return self.advertised_host or self.host

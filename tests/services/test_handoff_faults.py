@@ -187,6 +187,7 @@ async def test_dtypes_may_differ(workers: dict[str, Member], model: Path, tmp_pa
         (["--model", "/nowhere/to/be/found"], "/nowhere/to/be/found"),
         (["--host", "0.0.0.0"], "--advertised-host"),
         (["--worker-id", "two words"], "without spaces"),
+        (["--redis", "localhost:6379"], "use redis://"),
     ],
 )
 def test_a_setting_that_is_wrong_ends_it_with_one_line(
