@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.choice import Delta, PlacedToken
+from gateway.exchange import HttpExchange
 from gateway.openai import ChatCompletionRequest
 from gateway.sampling import sampling_params, token_budget
 from gateway.serving import Call, Choice, Gateway, Prompt
@@ -20,8 +21,15 @@ LEAST_LOGPROB = -9999.0
 
 async def chat_completions(gateway: Gateway, http_request: Request) -> Response:
     """Raises GatewayError."""
-    call = Call(gateway, http_request, "/v1/chat/completions", "chatcmpl")
-    request = await call.read(ChatCompletionRequest)
+    exchange = HttpExchange(gateway, http_request, "/v1/chat/completions", "chatcmpl")
+    request = await exchange.read(ChatCompletionRequest)
+    choices = await chat_choices(exchange.call, request)
+    return await exchange.answer(request, choices, ChatFormat(exchange.call, request))
+
+
+async def chat_choices(call: Call, request: ChatCompletionRequest) -> list[Choice]:
+    """The request checked, its messages made a prompt. Raises GatewayError."""
+    gateway = call.gateway
     gateway.check_model(request.model)
     gateway.check_choices(request.n or 1)
     messages = [message.for_template() for message in request.messages]
@@ -30,8 +38,7 @@ async def chat_completions(gateway: Gateway, http_request: Request) -> Response:
     max_tokens = token_budget(gateway.model, len(token_ids), asked, None, "messages")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     sampling = sampling_params(request, gateway.model, max_tokens=max_tokens, logprobs=logprobs)
-    choices = call.choices(request, [Prompt(token_ids, sampling)])
-    return await call.answer(request, choices, ChatFormat(call, request))
+    return call.choices(request, [Prompt(token_ids, sampling)])
 
 
 class ChatFormat:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from gateway.chat import LEAST_LOGPROB
 from gateway.choice import Delta, PlacedToken
 from gateway.errors import invalid
+from gateway.exchange import HttpExchange
 from gateway.openai import CompletionRequest
 from gateway.sampling import check_token_ids, sampling_params, token_budget
 from gateway.serving import Call, Choice, Gateway, Prompt
@@ -21,14 +22,20 @@ DEFAULT_MAX_TOKENS = 16
 
 async def completions(gateway: Gateway, http_request: Request) -> Response:
     """Raises GatewayError."""
-    call = Call(gateway, http_request, "/v1/completions", "cmpl")
-    request = await call.read(CompletionRequest)
+    exchange = HttpExchange(gateway, http_request, "/v1/completions", "cmpl")
+    request = await exchange.read(CompletionRequest)
+    choices = await completion_choices(exchange.call, request)
+    return await exchange.answer(request, choices, CompletionFormat(exchange.call, request))
+
+
+async def completion_choices(call: Call, request: CompletionRequest) -> list[Choice]:
+    """The request checked, its prompts tokenized. Raises GatewayError."""
+    gateway = call.gateway
     gateway.check_model(request.model)
     if not request.prompts:
         raise invalid("the list of prompts is empty", "prompt")
     gateway.check_choices(len(request.prompts) * (request.n or 1))
-    prompts = [await _prompt(gateway, request, prompt) for prompt in request.prompts]
-    return await call.answer(request, call.choices(request, prompts), CompletionFormat(call, request))
+    return call.choices(request, [await _prompt(gateway, request, prompt) for prompt in request.prompts])
 
 
 async def _prompt(gateway: Gateway, request: CompletionRequest, given: str | list[int]) -> Prompt:

@@ -93,10 +93,14 @@ class Generation:
         self._on_abort = on_abort
         self._output_so_far: list[int] = []
 
+    def go_on_after(self, token_ids: Sequence[int]) -> None:
+        """The client has these tokens already, from a stream of another gateway."""
+        self._output_so_far.extend(token_ids)
+
     async def run(self, routers: RouterPool, on_output: OnOutput) -> None:
         """Hand every output to ``on_output`` until the last one, or until it answers False: then the request is
         aborted ("stop"). The caller bounds the time. Raises GatewayError; cancelled, it aborts the request."""
-        while True:
+        while len(self._output_so_far) < self._request.sampling.max_tokens:
             session = await routers.acquire()
             connects, had_tokens = session.connects_total, len(self._output_so_far)
             failure = await self._attempt(session, on_output)
@@ -110,9 +114,8 @@ class Generation:
             if not is_lost or not (session_lost or made_progress) or self.resumes >= self._max_resumes:
                 raise from_failure(failure)
             self.resumes += 1
-            if len(self._output_so_far) >= self._request.sampling.max_tokens:  # only the finish was lost
-                await on_output(pb.Output(finish=pb.Finish(reason=pb.FINISH_REASON_LENGTH)))
-                return
+        # Only the finish was lost, or only the prompt was asked for.
+        await on_output(pb.Output(finish=pb.Finish(reason=pb.FINISH_REASON_LENGTH)))
 
     async def _attempt(self, session: Session, on_output: OnOutput) -> pb.Failure | None:
         """One try on one session: None when the choice ended, else why not."""

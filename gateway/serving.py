@@ -1,7 +1,7 @@
-"""One HTTP request that generates: from its choices to a whole answer or a stream of events.
+"""One request that generates, over HTTP or gRPC: from its choices to their end.
 
 Owns the request's deadline, its record and its metrics, runs all choices at once, and ends them all when one fails, the
-deadline passes or the client goes. What the JSON looks like is the endpoint's ``AnswerFormat``.
+deadline passes or the client goes. How it came and how it is answered is ``exchange`` (HTTP) and ``grpc_service``.
 """
 
 from __future__ import annotations
@@ -12,27 +12,22 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import structlog
-from starlette.requests import Request
-from starlette.responses import Response
 
 from gateway.choice import ChoiceDecoder, Delta, PlacedToken
 from gateway.config import GatewayConfig
 from gateway.errors import GatewayError, deadline_exceeded, invalid
-from gateway.http import CLIENT_GONE, JsonResponse, read_body, request_timeout_s, run_until_disconnect
 from gateway.model import ServedModel
-from gateway.openai import SamplingFields, StrictModel, parse, read_json
+from gateway.openai import SamplingFields
 from gateway.records import RecentRequests, RequestRecord
 from gateway.routers import Generation, RouterPool
 from gateway.sampling import choice_seed, prompt_seed
-from gateway.sse import DONE, EventSink, EventStream, event
-from gateway.text import INLINE_BYTES, TextWorker
+from gateway.text import TextWorker
 from pdserve.v1 import inference_pb2 as pb
 from telemetry.metrics import GatewayMetrics
 
-Schema = TypeVar("Schema", bound=StrictModel)
 log = structlog.get_logger()
 
 
@@ -88,6 +83,8 @@ class Choice:
     logprobs: list[PlacedToken] = field(default_factory=list)
     cached_tokens: int | None = None
     last_output_s: float | None = None
+    had_finished: bool = False
+    """Before the stream that this one goes on from was lost."""
 
     @property
     def finish_reason(self) -> str | None:
@@ -99,43 +96,25 @@ class Choice:
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
 
+    def go_on_after(self, token_ids: Sequence[int]) -> None:
+        """The client has these tokens, and the text that they decided."""
+        self.decoder.push(pb.Output(token_ids=token_ids))
+        self.generation.go_on_after(token_ids)
+
 
 OnDelta = Callable[[Choice, Delta], Awaitable[None]]
 
 
-class AnswerFormat(Protocol):
-    """How an endpoint writes answers."""
-
-    def opening(self, choice: Choice) -> dict[str, Any] | None:
-        """The first chunk of a choice, if it has one of its own."""
-
-    def chunks(self, choice: Choice, delta: Delta) -> Iterator[dict[str, Any]]:
-        """A delta as stream chunks: none when there is nothing to show."""
-
-    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The chunk that carries the usage."""
-
-    def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
-        """The answer that is not streamed."""
-
-
 class Call:
-    """One HTTP request. Made by an endpoint, which reads the body, makes the prompts, then answers."""
+    """One request. Made by an endpoint, which makes the prompts, then the choices, and runs them."""
 
-    def __init__(self, gateway: Gateway, request: Request, endpoint: str, id_prefix: str) -> None:
-        config = gateway.config
+    def __init__(self, gateway: Gateway, *, endpoint: str, id_prefix: str, request_id: str, timeout_s: float) -> None:
         self.gateway = gateway
         self.response_id = f"{id_prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
-        self._request = request
-        self._timeout_s = request_timeout_s(request, config.default_timeout_s, config.max_timeout_s)
-        self._deadline_s = asyncio.get_running_loop().time() + self._timeout_s
-        self._record = RequestRecord(request.state.request_id, endpoint, self.response_id)
-
-    async def read(self, schema: type[Schema]) -> Schema:
-        """The request's body. Raises GatewayError."""
-        body = await read_body(self._request, self.gateway.config.max_body_bytes)
-        return await self.gateway.text.run(len(body) <= INLINE_BYTES, lambda: parse(schema, read_json(body)))
+        self._timeout_s = timeout_s
+        self._deadline_s = asyncio.get_running_loop().time() + timeout_s
+        self._record = RequestRecord(request_id, endpoint, self.response_id)
 
     def choices(self, request: SamplingFields, prompts: Sequence[Prompt]) -> list[Choice]:
         """n choices for each prompt, in the API's order. The choices of one prompt share a group, so that they run on
@@ -149,55 +128,18 @@ class Call:
                 choices.append(self._choice(p * n + i, f"{self.response_id}/{p}" if n > 1 else "", request, prompt))
         return choices
 
-    async def answer(self, request: SamplingFields, choices: Sequence[Choice], answer_format: AnswerFormat) -> Response:
-        """The HTTP response, whole or streamed."""
+    def prepared(self, choices: Sequence[Choice]) -> None:
+        """The prompts are made: note how long that took, and show the request from now on."""
         record = self._record
         record.tokenize_s = time.monotonic() - record.received_s
         record.prompt_tokens = sum(len(prompt.token_ids) for prompt in _prompts(choices))
         record.num_choices = len(choices)
         self.gateway.recent.add(record)
-        if request.stream:
 
-            async def produce(sink: EventSink) -> None:
-                await self._stream(choices, answer_format, sink, request.include_usage)
-
-            config = self.gateway.config
-            return EventStream(
-                produce,
-                max_buffer_bytes=config.max_stream_buffer_bytes,
-                stall_timeout_s=config.stall_timeout_s,
-                send_timeout_s=config.send_timeout_s,
-            )
-        answer = await run_until_disconnect(self._request, self._whole(choices, answer_format))
-        return Response(status_code=CLIENT_GONE) if answer is None else JsonResponse(answer)
-
-    async def _whole(self, choices: Sequence[Choice], answer_format: AnswerFormat) -> dict[str, Any]:
-        with self._recorded(choices):
-            await self._run_all(choices, Choice.keep)
-        return answer_format.whole(choices, usage(choices))
-
-    async def _stream(
-        self, choices: Sequence[Choice], answer_format: AnswerFormat, sink: EventSink, include_usage: bool
-    ) -> None:
-        opened: set[int] = set()
-
-        def write(chunk: dict[str, Any]) -> None:
-            sink.write(event({**chunk, "usage": None} if include_usage else chunk))
-
-        async def on_delta(choice: Choice, delta: Delta) -> None:
-            if choice.index not in opened:
-                opened.add(choice.index)
-                if (opening := answer_format.opening(choice)) is not None:
-                    write(opening)
-            for chunk in answer_format.chunks(choice, delta):
-                write(chunk)
-            await sink.room()
-
+    async def run(self, choices: Sequence[Choice], on_delta: OnDelta) -> None:
+        """All choices to their end, recorded however they end. Raises GatewayError; cancelled, it aborts them."""
         with self._recorded(choices):
             await self._run_all(choices, on_delta)
-        if include_usage:
-            sink.write(event(answer_format.usage_chunk(usage(choices))))
-        sink.write(DONE)
 
     async def _run_all(self, choices: Sequence[Choice], on_delta: OnDelta) -> None:
         """All choices to their end. The first failure, the deadline or a cancel ends them all. Raises GatewayError."""
@@ -222,9 +164,7 @@ class Call:
             await on_delta(choice, delta)
             return delta.finish_reason is None
 
-        if choice.prompt.sampling.max_tokens == 0:  # only the prompt was asked for
-            await on_output(pb.Output(finish=pb.Finish(reason=pb.FINISH_REASON_LENGTH)))
-        else:
+        if not choice.had_finished:
             await choice.generation.run(self.gateway.routers, on_output)
 
     def _choice(self, index: int, group: str, request: SamplingFields, prompt: Prompt) -> Choice:
