@@ -8,6 +8,7 @@ one comes back where it was.
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 from dataclasses import dataclass
 from functools import partial
@@ -15,10 +16,12 @@ from pathlib import Path
 
 from pdserve.redis_server import redis_argv
 from pdserve.up.child import ChildSpec, python_argv
+from pdserve.up.errors import UpError
 from pdserve.up.health import http_is_healthy, redis_is_healthy
 from pdserve.up.settings import UpSettings
 
 LOCALHOST = "127.0.0.1"
+_LOWEST_PORT = 12_000
 # While everything loads at once, a second thread per engine makes loading five times slower (threads spin while they
 # wait for cores that other processes use). How many compute later is decided by the engines.
 _LOADING_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
@@ -97,12 +100,18 @@ def reachable_host(host: str) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """``count`` different ports of 127.0.0.1 that are free now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((LOCALHOST, 0))
-        return [int(each.getsockname()[1]) for each in sockets]
+    """``count`` different ports of 127.0.0.1 that are free now, and stay so unless somebody asks for them by number:
+    below the range from which the kernel takes ports for connections."""
+    ephemeral_from = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    candidates = range(_LOWEST_PORT, max(ephemeral_from, 2 * _LOWEST_PORT))
+    ports: list[int] = []
+    for port in random.sample(candidates, len(candidates)):
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind((LOCALHOST, port))
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise UpError(f"no {count} free ports from {_LOWEST_PORT} to {candidates[-1]}: end what uses them")
 
 
 def _worker_flags(settings: UpSettings) -> list[str]:
