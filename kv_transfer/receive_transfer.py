@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kv_transfer.layout import DTYPE_BYTES, KVRange, cell_bytes
+from kv_transfer.layout import DTYPE_BYTES, KVRange, cell_bytes, mismatch
 from kv_transfer.lease import Lease
-from kv_transfer.protocol import End, Ticket
+from kv_transfer.protocol import End, Open, Ticket
 from kv_transfer.transfer import TransferKey, TransferState, check_edge
 from pdserve.v1 import kv_pb2
 
@@ -25,6 +25,9 @@ class ReceiveTransfer:
     state: TransferState = TransferState.HANDSHAKING
     peer: str | None = None
     """The control stream that asked; None before."""
+    busy_since_s: float | None = None
+    """First told to come again; None: it has a ticket, or has not asked."""
+    asked_s: float = 0.0
     lease: Lease | None = None
     ticket: Ticket | None = None
     no_kv: bool = False
@@ -43,6 +46,17 @@ class ReceiveTransfer:
     @property
     def is_open(self) -> bool:
         return self.state in (TransferState.READY, TransferState.TRANSFERRING)
+
+    def question_problem(self, question: Open, layout: kv_pb2.KVLayout, backends: list[str]) -> str | None:
+        """None when this is the sender that the request expects, and its KV can be taken; else both values."""
+        asked = (question.sender.worker_id, question.sender.incarnation)
+        if asked != (self.sender_id, self.sender_incarnation):
+            return f"sender: expected {self.sender_id}/{self.sender_incarnation}, asked by {asked[0]}/{asked[1]}"
+        if question.prompt_tokens != self.prompt_tokens:
+            return f"prompt: {self.prompt_tokens} tokens here, {question.prompt_tokens} at the sender"
+        if not any(name in question.backends for name in backends):
+            return f"transfer backends: ours {backends}, theirs {list(question.backends)}"
+        return mismatch(layout, question.layout)
 
     def cells_needed(self, layout: kv_pb2.KVLayout) -> int:
         """What the ticket leaves to the sender; nothing before there is one."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kv_transfer.backends.base import Arrived, ChannelLost, SegmentReceiver
-from kv_transfer.layout import KVRange, mismatch
+from kv_transfer.layout import KVRange
 from kv_transfer.lease import Clock, Epochs, Lease, Parking, Tombstones
 from kv_transfer.protocol import Abort, Busy, Done, End, Frame, Open, Refused, Ticket
 from kv_transfer.receive_transfer import ReceiveTransfer
@@ -63,6 +63,10 @@ class ReceiverSettings:
     stall_timeout_s: float = 5.0
     """After the end of prefill, no segment for so long: one is missing."""
     busy_retry_s: float = 0.05
+    patience_s: float = 1.0
+    """A transfer that is told busy for so long goes first: later ones wait until it fits."""
+    asks_again_within_s: float = 2.0
+    """One that has not asked for so long waits no more."""
 
 
 class Receiver:
@@ -220,7 +224,7 @@ class Receiver:
             self._refuse(peer, key, "too many hand-offs wait for their request")
 
     def _on_open(self, transfer: ReceiveTransfer, peer: str, question: Open) -> None:
-        problem = self._problem(transfer, question)
+        problem = transfer.question_problem(question, self._layout, list(self._backends))
         if problem is not None:
             self._refuse(peer, transfer.key, problem)
             if transfer.state is TransferState.HANDSHAKING:
@@ -233,10 +237,13 @@ class Receiver:
                 self._refuse(peer, transfer.key, "the reservation belongs to another stream")
             return
         transfer.peer = peer
-        cached = transfer.prompt_tokens if question.no_kv else self._port.reserve(transfer.request_id)
+        transfer.asked_s = self._clock()
+        cached = self._reserve(transfer, question)
         if cached is None:
+            transfer.busy_since_s = transfer.busy_since_s or transfer.asked_s
             self._port.send(peer, Frame(transfer.key, Busy(self._settings.busy_retry_s)))
             return
+        transfer.busy_since_s = None
         backend = next(name for name in self._backends if name in question.backends)
         transfer.no_kv = question.no_kv
         transfer.lease = Lease(self._clock, self._settings.lease_s, transfer.deadline_s)
@@ -252,16 +259,21 @@ class Receiver:
         transfer.move(TransferState.READY)
         self._port.send(peer, Frame(transfer.key, transfer.ticket))
 
-    def _problem(self, transfer: ReceiveTransfer, question: Open) -> str | None:
-        asked = (question.sender.worker_id, question.sender.incarnation)
-        expected = (transfer.sender_id, transfer.sender_incarnation)
-        if asked != expected:
-            return f"sender: expected {expected[0]}/{expected[1]}, asked by {asked[0]}/{asked[1]}"
-        if question.prompt_tokens != transfer.prompt_tokens:
-            return f"prompt: {transfer.prompt_tokens} tokens here, {question.prompt_tokens} at the sender"
-        if not any(name in question.backends for name in self._backends):
-            return f"transfer backends: ours {list(self._backends)}, theirs {list(question.backends)}"
-        return mismatch(self._layout, question.layout)
+    def _reserve(self, transfer: ReceiveTransfer, question: Open) -> int | None:
+        """A large prompt must not wait for ever while small ones take every block that gets free."""
+        if question.no_kv:
+            return transfer.prompt_tokens
+        now_s, settings = self._clock(), self._settings
+        for other in self._by_request.values():  # oldest first
+            if other is transfer:
+                break
+            if (
+                other.busy_since_s is not None
+                and now_s - other.busy_since_s >= settings.patience_s
+                and now_s - other.asked_s <= settings.asks_again_within_s
+            ):
+                return None
+        return self._port.reserve(transfer.request_id)
 
     def _refuse(self, peer: str, key: TransferKey, reason: str) -> None:
         if key not in self._by_key or self._by_key[key].state is TransferState.HANDSHAKING:

@@ -173,6 +173,8 @@ class ReceiverPort:
         self._to_p = to_p
         self.sent: list[tuple[str, Frame]] = []
         self.room = 100
+        self.too_large: set[str] = set()
+        """Requests that do not fit now."""
         self.cached: dict[str, int] = {}
         """Tokens that a reservation finds cached."""
         self.tokens: dict[str, int] = {}
@@ -189,7 +191,7 @@ class ReceiverPort:
             self._to_p.append(frame)
 
     def reserve(self, request_id: str) -> int | None:
-        if len(self.reserved) >= self.room:
+        if len(self.reserved) >= self.room or request_id in self.too_large:
             return None
         assert request_id not in self.reserved
         self.reserved[request_id] = np.full((LAYERS, 2, HEADS, self.tokens[request_id], DIM), np.nan, np.float32)

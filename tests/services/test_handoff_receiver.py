@@ -69,6 +69,32 @@ def test_busy_holds_nothing_and_is_asked_again(world: World) -> None:
     assert isinstance(world.d_said[-1], Ticket)
 
 
+def test_a_large_prompt_is_not_passed_for_ever(world: World) -> None:
+    for name in ("large", "small-1", "small-2", "small-3"):
+        world.add_to_d(name, 32)
+
+    def answer(name: str) -> type:
+        ask(world, TransferKey(f"t-{name}", 1))
+        return type(world.d_said[-1])
+
+    world.d_port.too_large = {"large"}
+    assert answer("large") is Busy
+    assert answer("small-1") is Ticket  # it may pass, for now
+    world.pass_time(1.0)
+    assert answer("large") is Busy
+    assert answer("small-2") is Busy
+    world.d_port.too_large = set()
+    assert answer("small-2") is Busy  # the room is for the large one
+    assert answer("large") is Ticket
+    assert answer("small-2") is Ticket
+    world.add_to_d("gone", 32)
+    world.add_to_d("small-4", 32)
+    world.d_port.too_large = {"gone"}
+    assert answer("gone") is Busy
+    world.pass_time(2.1)
+    assert answer("small-4") is Ticket  # whoever does not ask again holds nobody up
+
+
 def test_the_same_question_gets_the_same_ticket(world: World) -> None:
     world.add_to_d("r", 32)
     ask(world, KEY)
