@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from engine.kernels import hopper_attention
+from engine.kernels import hopper_launch
 from engine.kernels.attention_core import FLOOR, LOG2E, MASKED, load_tile, softmax_step, token_offsets
 from engine.kernels.cascade_plan import CascadeCost, SharedRange, choose_groups, find_groups
 from engine.kernels.decode_attention import PrefixPartials
@@ -98,6 +98,7 @@ class CascadePlan:
         self._block_g = triton.next_power_of_2(cost.num_heads // cost.num_kv_heads)
         self.max_items = 2 * self.sm_count + max_requests
         self.items = torch.zeros(self.max_items, _ITEM_FIELDS, dtype=torch.int32, device=device)
+        self.num_items = torch.zeros(1, dtype=torch.int32, device=device)
         self.members = torch.zeros(max_requests * max_chunks, dtype=torch.int32, device=device)
         kv_begin = torch.zeros(max_requests, dtype=torch.int32, device=device)
         count = torch.zeros(max_requests, dtype=torch.int32, device=device)
@@ -123,6 +124,7 @@ class CascadePlan:
             return
         items, members, kv_begin, count = fitted
         self.items.zero_()
+        self.num_items.fill_(len(items))
         for target, source in (
             (self.items, items),
             (self.members, members),
@@ -140,16 +142,15 @@ class CascadePlan:
             return None
         tile_members = self.block_m // self._block_g
         tiles = [-(-len(r.members) // tile_members) for r in ranges]
-        work_tokens = sum(t * (r.end - r.begin) for t, r in zip(tiles, ranges, strict=True)) * self.cost.num_kv_heads
-        # Equal programs that fill the device about twice: one wave of two programs an SM.
-        chunk_tokens = max(self.min_chunk_tokens, -(-work_tokens // (2 * self.sm_count)))
+        lengths = [r.end - r.begin for r in ranges]
+        chunk_tokens = self._chunk_tokens(tiles, lengths)
         kv_begin = np.zeros(requests, np.int32)
         count = np.zeros(requests, np.int32)
         members: list[NDArray[np.int64]] = []
         items: list[tuple[int, ...]] = []
         offset = 0
         for shared in sorted(ranges, key=lambda r: r.begin):
-            chunks = max(1, round((shared.end - shared.begin) / chunk_tokens))
+            chunks = -(-(shared.end - shared.begin) // chunk_tokens)
             at = int(count[shared.members].max())
             chunks = min(chunks, self.max_chunks - at)
             if chunks < 1 or (kv_begin[shared.members] != shared.begin).any():
@@ -159,18 +160,8 @@ class CascadePlan:
             for start in starts:
                 for tile in range(0, len(shared.members), tile_members):
                     size = min(tile_members, len(shared.members) - tile)
-                    items.append(
-                        (
-                            offset + tile,
-                            size,
-                            int(shared.members[0]),
-                            start,
-                            min(start + per_chunk, shared.end),
-                            at,
-                            0,
-                            0,
-                        )
-                    )
+                    end = min(start + per_chunk, shared.end)
+                    items.append((offset + tile, size, int(shared.members[0]), start, end, at, 0, 0))
                 at += 1
             # Members that came by different ways would leave holes among their partials, so all must count alike.
             if (count[shared.members] != at - len(starts)).any():
@@ -182,6 +173,21 @@ class CascadePlan:
         if len(items) > self.max_items or offset > self.members.numel():
             return None
         return np.array(items, np.int32), np.concatenate(members).astype(np.int32), kv_begin, count
+
+    def _chunk_tokens(self, tiles: list[int], lengths: list[int]) -> int:
+        """Tokens of a program, for the least time of the busiest SM: whole waves of programs, each at a fixed cost."""
+        heads = self.cost.num_kv_heads
+        total = sum(t * length for t, length in zip(tiles, lengths, strict=True)) * heads
+        fixed_tokens = 256  # what starting a program costs, in tokens of its loop
+        best, best_time = max(lengths), float("inf")
+        for pieces in range(1, self.max_chunks + 1):
+            for tokens in {-(-max(lengths) // pieces), -(-total // (pieces * self.sm_count))}:
+                tokens = max(self.min_chunk_tokens, -(-tokens // 128) * 128)
+                programs = sum(t * -(-length // tokens) for t, length in zip(tiles, lengths, strict=True)) * heads
+                time = -(-programs // self.sm_count) * (min(tokens, max(lengths)) + fixed_tokens)
+                if time < best_time:
+                    best, best_time = tokens, time
+        return best
 
     def run(
         self,
@@ -195,9 +201,9 @@ class CascadePlan:
     ) -> None:
         """The shared ranges' partials of one layer, for ``paged_decode`` with a plan that was given ``prefix``."""
         buffers, cost = self._buffers, self.cost
-        if not portable and self.block_m == hopper_attention.BLOCK_M and hopper_attention.supports(q, kv_layer):
-            hopper_attention.hopper_shared(
-                q, kv_layer, block_table, self.items, self.members, buffers.partial, buffers.lse, scale
+        if not portable and self.block_m == hopper_launch.TILE_ROWS and hopper_launch.supports(q, kv_layer):
+            hopper_launch.hopper_shared(
+                q, kv_layer, block_table, self.items, self.num_items, self.members, buffers.partial, buffers.lse, scale
             )
             return
         _shared_kernel[(cost.num_kv_heads, self.max_items)](

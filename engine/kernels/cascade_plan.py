@@ -46,8 +46,10 @@ class CascadeCost:
     num_kv_heads: int
     head_dim: int
     kv_element_bytes: int = 2
-    flat_bytes_per_us: float = 4.1e6
-    shared_flops_per_us: float = 4.0e8
+    flat_bytes_per_us: float = 6.5e6
+    """Of decode attention whose requests share blocks: the cache serves part of it."""
+    stream_bytes_per_us: float = 4.1e6
+    shared_flops_per_us: float = 4.5e8
     tile_rows: int = 128
     """Rows (requests x query heads of a KV head) of one program: fewer cost the same."""
     launch_us: float = 6.0
@@ -69,8 +71,8 @@ class CascadeCost:
         rows = -(-members * group // self.tile_rows) * self.tile_rows
         flops = 4.0 * rows * self.num_kv_heads * self.head_dim * tokens
         partial_bytes = 2 * 2 * members * self.num_heads * self.head_dim * 4
-        stream = max(flops / self.shared_flops_per_us, tokens * self._token_bytes / self.flat_bytes_per_us)
-        return stream + partial_bytes / self.flat_bytes_per_us + self.min_range_us
+        stream = max(flops / self.shared_flops_per_us, tokens * self._token_bytes / self.stream_bytes_per_us)
+        return stream + partial_bytes / self.stream_bytes_per_us + self.min_range_us
 
 
 def find_groups(block_table: NDArray[np.int32], seq_lens: NDArray[np.int32], block_size: int) -> list[PrefixGroup]:

@@ -281,16 +281,18 @@ def paged_decode(
     out: torch.Tensor | None = None,
     *,
     block_n: int = 32,
-    num_warps: int = 2,
-    num_stages: int = 6,
+    num_warps: int | None = None,
+    num_stages: int | None = None,
 ) -> torch.Tensor:
     """q [B, H, D], the newest token of each request, over its paged KV -> out [B, H, D]; ``plan`` is this step's."""
     requests, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_layer.shape[2], kv_layer.shape[3]
     group = num_heads // num_kv_heads
     out = torch.empty_like(q) if out is None else out
-    prefix = plan.prefix
-    window = plan.window
+    prefix, window = plan.prefix, plan.window
+    # What a shared prefix leaves is short: many small programs hide each other's start; else fewer with more in flight.
+    num_warps = num_warps or (2 if prefix is None else 1)
+    num_stages = num_stages or (6 if prefix is None else 4)
     block_d = triton.next_power_of_2(head_dim)
     _decode_kernel[(num_kv_heads, requests + plan.target_chunks)](
         q, kv_layer, block_table, plan.work, plan.first_chunk, plan.num_chunks, plan.partial, plan.lse,

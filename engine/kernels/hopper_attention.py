@@ -2,10 +2,11 @@
 """Paged attention of many query rows on Hopper: one producer warp streams K and V through TMA, two warpgroups compute.
 
 Owns the matrix-bound attention of sm_90: chunked prefill and the shared ranges of a cascade, written in Gluon because
-the overlap must be said explicitly. ``prefill_attention`` and ``cascade_attention`` call it where it applies
-(``supports``) and hold portable kernels of the same meaning for everywhere else. Follows FlashAttention-3 (Shah et
+the overlap must be said explicitly. ``hopper_launch`` launches it; ``prefill_attention`` and ``cascade_attention`` hold
+portable kernels of the same meaning for everywhere else. Follows FlashAttention-3 (Shah et
 al., 2024): warp specialisation, and inside a warpgroup the scores of tile j + 1 are in flight with P V of tile j.
 
+    program:      work items (tile of 128 rows, KV head), heaviest first; one each, or turns of a fixed grid
     producer:     block ids -> TMA boxes [S, 64] of K and V -> full barriers      (waits on empty barriers)
     consumer w:   rows 64w .. 64w+63:  S = Q K(j+1)', O += P V(j)  in flight together -> softmax -> next
 
@@ -16,10 +17,6 @@ slots may hold anything.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -29,45 +26,116 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from engine.kernels.attention_core import LOG2E
-
-BLOCK_M = 128
-BLOCK_N = 128
-_HALF = 64
 _MASKED = gl.constexpr(-1.0e30)
 _FLOOR = gl.constexpr(-1.0e20)  # see attention_core
 
 
 @gluon.jit
+def _plus(a, b):
+    return a + b
+
+
+@gluon.jit
+def _item(
+    w, B, max_tiles, window, cu_ptr, seq_lens_ptr, items_ptr,
+    K: gl.constexpr, G: gl.constexpr, N: gl.constexpr, BLOCK_B: gl.constexpr, SHARED: gl.constexpr,
+    WINDOW: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Work item w: (alive, head, first row, end of rows, owner of blocks, begin, end, chunk, first token, history)."""
+    head = w % K
+    if SHARED:
+        item = items_ptr + w // K * 8
+        first = gl.load(item)
+        limit = first + gl.load(item + 1)
+        owner = gl.load(item + 2)
+        begin = gl.load(item + 3)
+        end = gl.load(item + 4)
+        chunk = gl.load(item + 5)
+        source = chunk * 0
+        history = chunk * 0
+        alive = end > begin
+    else:
+        # Later tiles attend to more and come first.
+        TOKENS: gl.constexpr = 128 // G
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+        tile = max_tiles - 1 - w // K
+        b = gl.arange(0, BLOCK_B, layout=LAYOUT)
+        q_lens = gl.load(cu_ptr + b + 1, mask=b < B, other=0) - gl.load(cu_ptr + b, mask=b < B, other=0)
+        tiles_of = gl.where(b < B, (q_lens + TOKENS - 1) // TOKENS, 0)
+        upto = gl.associative_scan(tiles_of, 0, _plus)
+        owner = gl.sum((upto <= tile).to(gl.int32), 0)
+        alive = owner < B
+        owner = gl.minimum(owner, B - 1)
+        first = (tile - gl.sum(gl.where(b == owner, upto - tiles_of, 0), 0)) * TOKENS
+        source = gl.load(cu_ptr + owner)
+        limit = gl.load(cu_ptr + owner + 1) - source
+        seq_len = gl.load(seq_lens_ptr + owner)
+        history = seq_len - limit
+        end = gl.minimum(history + first + TOKENS, seq_len)
+        begin = owner * 0
+        if WINDOW:
+            begin = gl.maximum(history + first - window + 1, 0) // N * N
+        chunk = owner * 0
+    return alive, head, first, limit, owner, begin, end, chunk, source, history
+
+
+@gluon.jit
 def _produce(
-    desc, table_ptr, head, begin_block, last_block, tiles, k_lo, k_hi, v_lo, v_hi, k_full, k_empty, v_full, v_empty,
-    K: gl.constexpr, S: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, TWO: gl.constexpr,
+    desc, table_ptr, stride_table, rounds, total, B, max_tiles, window, cu_ptr, seq_lens_ptr, items_ptr,
+    k_lo, k_hi, v_lo, v_hi, k_full, k_empty, v_full, v_empty,
+    K: gl.constexpr, G: gl.constexpr, S: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, TWO: gl.constexpr,
+    BLOCK_B: gl.constexpr, SHARED: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     PER: gl.constexpr = N // S
     BYTES: gl.constexpr = N * 128 * (2 if TWO else 1)
-    for j in range(tiles):
-        stage = j % STAGES
-        free = ((j // STAGES) & 1) ^ 1
-        # All ids first: their loads overlap each other and the wait.
-        blocks = ()
-        for i in gl.static_range(PER):
-            blocks = blocks + (gl.load(table_ptr + gl.minimum(begin_block + j * PER + i, last_block)),)  # type: ignore[assignment]  # noqa: RUF005
-        mbarrier.wait(k_empty.index(stage), free)
-        mbarrier.expect(k_full.index(stage), BYTES)
-        for i in gl.static_range(PER):
-            row = (blocks[i] * (2 * K) + head) * S
-            tma.async_copy_global_to_shared(desc, [row, 0], k_full.index(stage), k_lo.index(stage).slice(i * S, S))
-            if TWO:
-                tma.async_copy_global_to_shared(desc, [row, 64], k_full.index(stage), k_hi.index(stage).slice(i * S, S))
-        mbarrier.wait(v_empty.index(stage), free)
-        mbarrier.expect(v_full.index(stage), BYTES)
-        for i in gl.static_range(PER):
-            row = (blocks[i] * (2 * K) + K + head) * S
-            tma.async_copy_global_to_shared(desc, [row, 0], v_full.index(stage), v_lo.index(stage).slice(i * S, S))
-            if TWO:
-                tma.async_copy_global_to_shared(desc, [row, 64], v_full.index(stage), v_hi.index(stage).slice(i * S, S))
+    WARPS: gl.constexpr = 1
+    done = rounds * 0
+    for turn in range(rounds):
+        w = _turn(turn)
+        if w < total:
+            alive, head, _first, _limit, owner, begin, end, _chunk, _source, _history = _item(
+                w, B, max_tiles, window, cu_ptr, seq_lens_ptr, items_ptr, K, G, N, BLOCK_B, SHARED, WINDOW, WARPS
+            )
+            if alive:
+                table = table_ptr + owner.to(gl.int64) * stride_table
+                tiles = (end - begin + N - 1) // N
+                for j in range(tiles):
+                    stage = (done + j) % STAGES
+                    free = (((done + j) // STAGES) & 1) ^ 1
+                    # All ids first: their loads overlap each other and the wait.
+                    blocks = ()
+                    for i in gl.static_range(PER):
+                        at = gl.minimum(begin // S + j * PER + i, (end - 1) // S)
+                        blocks = blocks + (gl.load(table + at),)  # type: ignore[assignment]  # noqa: RUF005
+                    mbarrier.wait(k_empty.index(stage), free)
+                    mbarrier.expect(k_full.index(stage), BYTES)
+                    for i in gl.static_range(PER):
+                        row = (blocks[i] * (2 * K) + head) * S
+                        lo = k_lo.index(stage).slice(i * S, S)
+                        tma.async_copy_global_to_shared(desc, [row, 0], k_full.index(stage), lo)
+                        if TWO:
+                            hi = k_hi.index(stage).slice(i * S, S)
+                            tma.async_copy_global_to_shared(desc, [row, 64], k_full.index(stage), hi)
+                    mbarrier.wait(v_empty.index(stage), free)
+                    mbarrier.expect(v_full.index(stage), BYTES)
+                    for i in gl.static_range(PER):
+                        row = (blocks[i] * (2 * K) + K + head) * S
+                        lo = v_lo.index(stage).slice(i * S, S)
+                        tma.async_copy_global_to_shared(desc, [row, 0], v_full.index(stage), lo)
+                        if TWO:
+                            hi = v_hi.index(stage).slice(i * S, S)
+                            tma.async_copy_global_to_shared(desc, [row, 64], v_full.index(stage), hi)
+                done += tiles
+
+
+@gluon.jit
+def _turn(turn):
+    """The work item of this program's turn: to and fro, as items get lighter,
+    so that the programs' shares are alike."""
+    programs = gl.num_programs(0)
+    place = gl.program_id(0)
+    return turn * programs + gl.where(turn % 2 == 0, place, programs - 1 - place)
 
 
 @gluon.jit
@@ -82,8 +150,8 @@ def _clear_rows(tile, valid, N: gl.constexpr):
 
 
 @gluon.jit
-def _consume(
-    q_ptr, members_ptr, out_ptr, lse_ptr, head, first, limit, source, history, begin, end, tiles, chunk_row,
+def _attend(
+    q_ptr, members_ptr, out_ptr, lse_ptr, head, first, limit, source, history, begin, end, tiles, done, chunk_row,
     scale_log2, window,
     stride_qt, stride_qh, stride_ot, stride_oh, heads,
     q_smem, k_lo, k_hi, v_lo, v_hi, k_full, k_empty, v_full, v_empty,
@@ -123,12 +191,13 @@ def _consume(
     zero_s = gl.zeros([64, N], gl.float32, S_LAYOUT)
     o_lo = gl.zeros([64, 64], gl.float32, O_LAYOUT)
     o_hi = gl.zeros([64, 64], gl.float32, O_LAYOUT)
-    mbarrier.wait(k_full.index(0), 0)
-    s = warpgroup_mma(q_lo, k_lo.index(0).permute((1, 0)), zero_s, use_acc=False, is_async=True)
+    here = done % STAGES
+    mbarrier.wait(k_full.index(here), (done // STAGES) & 1)
+    s = warpgroup_mma(q_lo, k_lo.index(here).permute((1, 0)), zero_s, use_acc=False, is_async=True)
     if TWO:
-        s = warpgroup_mma(q_hi, k_hi.index(0).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(q_hi, k_hi.index(here).permute((1, 0)), s, is_async=True)
     s = warpgroup_mma_wait(0, [s])
-    mbarrier.arrive(k_empty.index(0), count=1)
+    mbarrier.arrive(k_empty.index(here), count=1)
     if WINDOW or edge <= 0:
         seen = (begin + n)[None, :] <= position[:, None]
         if WINDOW:
@@ -139,13 +208,13 @@ def _consume(
     total = gl.sum(e, 1)
     p = gl.convert_layout(e.to(dtype), P_LAYOUT)
     for j in range(1, tiles):
-        stage = j % STAGES
-        before = (j - 1) % STAGES
-        mbarrier.wait(k_full.index(stage), (j // STAGES) & 1)
+        stage = (done + j) % STAGES
+        before = (done + j - 1) % STAGES
+        mbarrier.wait(k_full.index(stage), ((done + j) // STAGES) & 1)
         s = warpgroup_mma(q_lo, k_lo.index(stage).permute((1, 0)), zero_s, use_acc=False, is_async=True)
         if TWO:
             s = warpgroup_mma(q_hi, k_hi.index(stage).permute((1, 0)), s, is_async=True)
-        mbarrier.wait(v_full.index(before), ((j - 1) // STAGES) & 1)
+        mbarrier.wait(v_full.index(before), ((done + j - 1) // STAGES) & 1)
         t_lo = warpgroup_mma(p, v_lo.index(before), o_lo, is_async=True)
         if TWO:
             t_hi = warpgroup_mma(p, v_hi.index(before), o_hi, is_async=True)
@@ -175,8 +244,8 @@ def _consume(
         mbarrier.arrive(v_empty.index(before), count=1)
         o_lo = o_lo * alpha_o
         p = p_next
-    last = (tiles - 1) % STAGES
-    mbarrier.wait(v_full.index(last), ((tiles - 1) // STAGES) & 1)
+    last = (done + tiles - 1) % STAGES
+    mbarrier.wait(v_full.index(last), ((done + tiles - 1) // STAGES) & 1)
     rest = end - begin - (tiles - 1) * N
     if rest < N:
         _clear_rows(v_lo.index(last), rest, N)
@@ -188,6 +257,8 @@ def _consume(
         o_lo, o_hi, p = warpgroup_mma_wait(0, [o_lo, o_hi, p])
     else:
         o_lo, p = warpgroup_mma_wait(0, [o_lo, p])
+
+    mbarrier.arrive(v_empty.index(last), count=1)
 
     inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, O_LAYOUT))[:, None]
     r = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, O_LAYOUT))
@@ -208,51 +279,44 @@ def _consume(
         gl.store(target + 64, (o_hi * inverse).to(out_ptr.dtype.element_ty), mask=valid[:, None])
 
 
-@gluon.jit(do_not_specialize=["B"])
-def _hopper_kernel(
-    q_ptr, desc, table_ptr, cu_ptr, seq_lens_ptr, items_ptr, members_ptr, out_ptr, lse_ptr, B, heads, scale_log2,
-    window,
-    stride_qt, stride_qh, stride_table, stride_ot, stride_oh,
+@gluon.jit
+def _consume(
+    q_ptr, members_ptr, out_ptr, lse_ptr, scale_log2, stride_qt, stride_qh, stride_ot, stride_oh, heads,
+    rounds, total, B, max_tiles, window, cu_ptr, seq_lens_ptr, items_ptr,
+    q_smem, k_lo, k_hi, v_lo, v_hi, k_full, k_empty, v_full, v_empty,
+    WG: gl.constexpr, K: gl.constexpr, G: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, TWO: gl.constexpr,
+    BLOCK_B: gl.constexpr, SHARED: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    WARPS: gl.constexpr = 4
+    done = rounds * 0
+    for turn in range(rounds):
+        w = _turn(turn)
+        if w < total:
+            alive, head, first, limit, _owner, begin, end, chunk, source, history = _item(
+                w, B, max_tiles, window, cu_ptr, seq_lens_ptr, items_ptr, K, G, N, BLOCK_B, SHARED, WINDOW, WARPS
+            )
+            if alive:
+                tiles = (end - begin + N - 1) // N
+                _attend(
+                    q_ptr, members_ptr, out_ptr, lse_ptr, head, first, limit, source, history, begin, end, tiles, done,
+                    chunk.to(gl.int64) * B, scale_log2, window, stride_qt, stride_qh, stride_ot, stride_oh, heads,
+                    q_smem, k_lo, k_hi, v_lo, v_hi, k_full, k_empty, v_full, v_empty,
+                    WG, G, N, STAGES, TWO, SHARED, WINDOW,
+                )  # fmt: skip
+                done += tiles
+
+
+@gluon.jit(do_not_specialize=["B", "max_tiles"])
+def hopper_kernel(
+    q_ptr, desc, table_ptr, cu_ptr, seq_lens_ptr, items_ptr, num_items_ptr, members_ptr, out_ptr, lse_ptr, B, max_tiles,
+    heads, scale_log2, window, stride_qt, stride_qh, stride_table, stride_ot, stride_oh,
     K: gl.constexpr, G: gl.constexpr, S: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, TWO: gl.constexpr,
     BLOCK_B: gl.constexpr, SHARED: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    TOKENS: gl.constexpr = 128 // G
-    head = gl.program_id(0)
-    begin = gl.to_tensor(0)
-    history = gl.to_tensor(0)
-    source = gl.to_tensor(0)
-    chunk_row = gl.program_id(0).to(gl.int64) * 0
+    total = max_tiles * K
     if SHARED:
-        item = items_ptr + gl.program_id(1) * 8
-        first = gl.load(item)
-        limit = first + gl.load(item + 1)
-        owner = gl.load(item + 2)
-        begin = gl.load(item + 3)
-        end = gl.load(item + 4)
-        chunk_row = gl.load(item + 5).to(gl.int64) * B
-        idle = limit == first
-    else:
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        tile = gl.num_programs(1) - 1 - gl.program_id(1)
-        b = gl.arange(0, BLOCK_B, layout=LAYOUT)
-        q_lens = gl.load(cu_ptr + b + 1, mask=b < B, other=0) - gl.load(cu_ptr + b, mask=b < B, other=0)
-        tiles_of = gl.where(b < B, (q_lens + TOKENS - 1) // TOKENS, 0)
-        upto = gl.associative_scan(tiles_of, 0, _plus)
-        owner = gl.sum((upto <= tile).to(gl.int32), 0)
-        idle = owner >= B
-        owner = gl.minimum(owner, B - 1)
-        first = (tile - gl.sum(gl.where(b == owner, upto - tiles_of, 0), 0)) * TOKENS
-        source = gl.load(cu_ptr + owner)
-        limit = gl.load(cu_ptr + owner + 1) - source
-        seq_len = gl.load(seq_lens_ptr + owner)
-        history = seq_len - limit
-        end = gl.minimum(history + first + TOKENS, seq_len)
-        if WINDOW:
-            begin = gl.maximum(history + first - window + 1, 0) // N * N
-    if idle:
-        return
-    tiles = (end - begin + N - 1) // N
-    table = table_ptr + owner.to(gl.int64) * stride_table
+        total = gl.load(num_items_ptr) * K
+    rounds = (total + gl.num_programs(0) - 1) // gl.num_programs(0)
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     SMEM: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
@@ -279,94 +343,30 @@ def _hopper_kernel(
             (
                 _consume,
                 (
-                    q_ptr, members_ptr, out_ptr, lse_ptr, head, first, limit, source, history, begin, end, tiles,
-                    chunk_row,
-                    scale_log2, window, stride_qt, stride_qh, stride_ot, stride_oh, heads, q_smem, k_lo, k_hi, v_lo,
-                    v_hi,
-                    k_full, k_empty, v_full, v_empty, FIRST, G, N, STAGES, TWO, SHARED, WINDOW,
+                    q_ptr, members_ptr, out_ptr, lse_ptr, scale_log2, stride_qt, stride_qh, stride_ot, stride_oh, heads,
+                    rounds, total, B, max_tiles, window, cu_ptr, seq_lens_ptr, items_ptr,
+                    q_smem, k_lo, k_hi, v_lo, v_hi, k_full, k_empty, v_full, v_empty,
+                    FIRST, K, G, N, STAGES, TWO, BLOCK_B, SHARED, WINDOW,
                 ),
             ),
             (
                 _consume,
                 (
-                    q_ptr, members_ptr, out_ptr, lse_ptr, head, first, limit, source, history, begin, end, tiles,
-                    chunk_row,
-                    scale_log2, window, stride_qt, stride_qh, stride_ot, stride_oh, heads, q_smem, k_lo, k_hi, v_lo,
-                    v_hi,
-                    k_full, k_empty, v_full, v_empty, SECOND, G, N, STAGES, TWO, SHARED, WINDOW,
+                    q_ptr, members_ptr, out_ptr, lse_ptr, scale_log2, stride_qt, stride_qh, stride_ot, stride_oh, heads,
+                    rounds, total, B, max_tiles, window, cu_ptr, seq_lens_ptr, items_ptr,
+                    q_smem, k_lo, k_hi, v_lo, v_hi, k_full, k_empty, v_full, v_empty,
+                    SECOND, K, G, N, STAGES, TWO, BLOCK_B, SHARED, WINDOW,
                 ),
             ),
             (
                 _produce,
                 (
-                    desc, table, head, begin // S, (end - 1) // S, tiles, k_lo, k_hi, v_lo, v_hi, k_full, k_empty,
-                    v_full,
-                    v_empty, K, S, N, STAGES, TWO,
+                    desc, table_ptr, stride_table, rounds, total, B, max_tiles, window, cu_ptr, seq_lens_ptr, items_ptr,
+                    k_lo, k_hi, v_lo, v_hi, k_full, k_empty, v_full, v_empty,
+                    K, G, S, N, STAGES, TWO, BLOCK_B, SHARED, WINDOW,
                 ),
             ),
         ],
         [4, 1],
-        [240, 24],
-    )  # fmt: skip
-
-
-@gluon.jit
-def _plus(a, b):
-    return a + b
-
-
-def supports(q: torch.Tensor, kv_layer: torch.Tensor) -> bool:
-    """Whether this kernel runs for these tensors: Hopper, 16-bit, head dim 64 or 128, block size 16 to 128."""
-    group = q.shape[1] // kv_layer.shape[2]
-    return (
-        q.device.type == "cuda"
-        and torch.cuda.get_device_capability(q.device) == (9, 0)
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and kv_layer.dtype == q.dtype
-        and kv_layer.shape[4] in (64, 128)
-        and kv_layer.shape[3] in (16, 32, 64, 128)
-        and kv_layer.is_contiguous()
-        and group & (group - 1) == 0
-        and group <= 64
-    )
-
-
-def _descriptor(kv_layer: torch.Tensor) -> Any:
-    rows = kv_layer.view(-1, kv_layer.shape[4])
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor.from_tensor(rows, [kv_layer.shape[3], _HALF], layout)
-
-
-def hopper_prefill(
-    q: torch.Tensor, kv_layer: torch.Tensor, block_table: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor,
-    scale: float, max_q_len: int, window: int | None, out: torch.Tensor, *, stages: int = 2,
-) -> None:  # fmt: skip
-    """See ``prefill_attention.paged_prefill``."""
-    tokens, num_heads, head_dim = q.shape
-    num_kv_heads, requests = kv_layer.shape[2], seq_lens.shape[0]
-    group = num_heads // num_kv_heads
-    tile_tokens = BLOCK_M // group
-    max_tiles = min(tokens // tile_tokens + requests, requests * triton.cdiv(max_q_len, tile_tokens))
-    _hopper_kernel[(num_kv_heads, max_tiles)](
-        q, _descriptor(kv_layer), block_table, cu_seqlens_q, seq_lens, cu_seqlens_q, cu_seqlens_q, out, out,
-        requests, num_heads,
-        scale * LOG2E, window or 0, q.stride(0), q.stride(1), block_table.stride(0), out.stride(0), out.stride(1),
-        K=num_kv_heads, G=group, S=kv_layer.shape[3], N=BLOCK_N, STAGES=stages, TWO=head_dim == 128,
-        BLOCK_B=max(128, triton.next_power_of_2(requests)), SHARED=False, WINDOW=window is not None, num_warps=4,
-    )  # fmt: skip
-
-
-def hopper_shared(
-    q: torch.Tensor, kv_layer: torch.Tensor, block_table: torch.Tensor, items: torch.Tensor, members: torch.Tensor,
-    partial: torch.Tensor, lse: torch.Tensor, scale: float, *, stages: int = 2,
-) -> None:  # fmt: skip
-    """The shared ranges of a cascade: see ``cascade_attention``; items' rows are for tiles of 128 rows."""
-    num_heads, head_dim = q.shape[1:]
-    num_kv_heads = kv_layer.shape[2]
-    _hopper_kernel[(num_kv_heads, items.shape[0])](
-        q, _descriptor(kv_layer), block_table, items, items, items, members, partial, lse, partial.shape[1], num_heads,
-        scale * LOG2E, 0, q.stride(0), q.stride(1), block_table.stride(0), 0, 0,
-        K=num_kv_heads, G=num_heads // num_kv_heads, S=kv_layer.shape[3], N=BLOCK_N, STAGES=stages, TWO=head_dim == 128,
-        BLOCK_B=128, SHARED=True, WINDOW=False, num_warps=4,
+        [232, 40],
     )  # fmt: skip

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels import hopper_attention
+from engine.kernels import hopper_launch
 from engine.kernels.attention_core import FLOOR, LOG2E, MASKED, load_tile, softmax_step, token_offsets
 
 
@@ -108,8 +108,8 @@ def paged_prefill(
 ) -> torch.Tensor:
     """q [T, H, D], the requests' newest tokens in a row, over their paged KV -> out [T, H, D]. No host sync."""
     out = torch.empty_like(q) if out is None else out
-    if not portable and hopper_attention.supports(q, kv_layer):
-        hopper_attention.hopper_prefill(q, kv_layer, block_table, cu_seqlens_q, seq_lens, scale, max_q_len, window, out)
+    if not portable and hopper_launch.supports(q, kv_layer):
+        hopper_launch.hopper_prefill(q, kv_layer, block_table, cu_seqlens_q, seq_lens, scale, max_q_len, window, out)
         return out
     tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_layer.shape[2], kv_layer.shape[3]

@@ -2,7 +2,7 @@
 """Draws tokens without sorting the vocabulary: argmax, thresholds for top-k / top-p / min-p, sparse penalties.
 
 The meaning is ``engine.sampler``'s and the noise ``engine.kernels.noise``'s, computed in place. A cut is a threshold
-on the logit. ``top_k`` and ``top_p`` are searched nine ways at once (counts and masses of eight thresholds a pass
+on the logit. ``top_k`` and ``top_p`` are searched five ways at once (counts or masses of four thresholds a pass
 over the row, which the cache holds), until at most CANDIDATES tokens are left between the bounds; those few are
 sorted in registers, which makes the cut exact. Then one pass takes ``argmax(logit / temperature + noise)`` of what is
 kept.
@@ -45,79 +45,100 @@ def _gumbel(token_ids, low, high):
 
 
 @triton.jit
-def _tally(row_ptr, V, thresholds, best, inverse_t, BLOCK: tl.constexpr, WAYS: tl.constexpr):
-    """Count and mass (of exp((x - best) / T)) of the logits at or above each of WAYS thresholds."""
-    counts = tl.zeros([BLOCK, WAYS], tl.int32)
-    masses = tl.zeros([BLOCK, WAYS], tl.float32)
-    for start in tl.range(0, V, BLOCK, num_stages=4):
+def _tally(row_ptr, V, t0, t1, t2, t3, best, inverse_t, BLOCK: tl.constexpr, MASS: tl.constexpr):
+    """Counts and, if MASS, masses (of exp((x - best) / T)) of the logits at or above four thresholds, each as [4]."""
+    c0 = tl.zeros([BLOCK], tl.int32)
+    c1, c2, c3 = c0, c0, c0
+    m0 = tl.zeros([BLOCK], tl.float32)
+    m1, m2, m3 = m0, m0, m0
+    for start in tl.range(0, V, BLOCK, num_stages=3):
         at = start + tl.arange(0, BLOCK)
         x = tl.load(row_ptr + at, mask=at < V, other=_NEGATIVE_INFINITY).to(tl.float32)
-        weight = tl.exp((x - best) * inverse_t)
-        above = x[:, None] >= thresholds[None, :]
-        counts += above.to(tl.int32)
-        masses += tl.where(above, weight[:, None], 0.0)
-    return tl.sum(counts, 0), tl.sum(masses, 0)
+        c0 += (x >= t0).to(tl.int32)
+        c1 += (x >= t1).to(tl.int32)
+        c2 += (x >= t2).to(tl.int32)
+        c3 += (x >= t3).to(tl.int32)
+        if MASS:
+            weight = tl.exp((x - best) * inverse_t)
+            m0 += tl.where(x >= t0, weight, 0.0)
+            m1 += tl.where(x >= t1, weight, 0.0)
+            m2 += tl.where(x >= t2, weight, 0.0)
+            m3 += tl.where(x >= t3, weight, 0.0)
+    counts = _four(tl.sum(c0, 0), tl.sum(c1, 0), tl.sum(c2, 0), tl.sum(c3, 0))
+    masses = _four(tl.sum(m0, 0), tl.sum(m1, 0), tl.sum(m2, 0), tl.sum(m3, 0))
+    return counts, masses
 
 
 @triton.jit
-def _search(row_ptr, V, low, high, above, mass_above, need_count, need_mass, best, inverse_t,
-            BLOCK: tl.constexpr, POOL: tl.constexpr, WAYS: tl.constexpr, PASSES: tl.constexpr):  # fmt: skip
-    """Narrow [low, high) around the cut until at most POOL tokens are in it.
+def _four(a, b, c, d):
+    way = tl.arange(0, 4)
+    return tl.where(way == 0, a, tl.where(way == 1, b, tl.where(way == 2, c, d)))
 
-    At or above ``low`` enough is kept, at or above ``high`` (``above`` tokens of ``mass_above``) it is not. Returns the
-    narrowed (low, high, tokens between, above, mass_above).
+
+@triton.jit
+def _pick(values, index):
+    return tl.sum(tl.where(tl.arange(0, 4) == index, values, 0), 0)
+
+
+@triton.jit
+def _search(row_ptr, V, low, high, kept, needed, best, inverse_t,
+            BLOCK: tl.constexpr, POOL: tl.constexpr, PASSES: tl.constexpr, MASS: tl.constexpr):  # fmt: skip
+    """Narrow [low, high) around a cut until at most POOL tokens are in it.
+
+    At or above ``low`` (``kept`` tokens) the count or mass reaches ``needed``, above ``high`` it does not, and at first
+    nothing is above it. Returns (low, high, tokens between, tokens at or above high).
     """
-    way = tl.arange(0, WAYS)
-    between = V + above * 0  # a tensor, not a constant
+    way = tl.arange(0, 4)
+    above = kept * 0
     step = 0
-    while (step < PASSES) & (between > POOL):
-        # Ascending. The first pass knows no lower end: 2^7 .. 2^0 half temperatures below the best.
+    while (step < PASSES) & (kept - above > POOL):
+        # Ascending. The first pass knows no lower end: 27, 9, 3, 1 temperatures below the best.
         start = tl.where(low == _NEGATIVE_INFINITY, best, low)
-        spread = start + (high - start) * ((way + 1).to(tl.float32) / (WAYS + 1))
-        first = best - tl.exp2((WAYS - 1 - way).to(tl.float32)) * (0.5 / inverse_t)
+        spread = start + (high - start) * ((way + 1).to(tl.float32) * 0.2)
+        first = best - _four(27.0, 9.0, 3.0, 1.0) / inverse_t
         thresholds = tl.where(low == _NEGATIVE_INFINITY, first, spread)
-        counts, masses = _tally(row_ptr, V, thresholds, best, inverse_t, BLOCK, WAYS)
-        enough = (counts >= need_count) & (masses >= need_mass)
-        before = above
-        taken = tl.sum(enough.to(tl.int32), 0)  # nested: the lowest ones keep enough
-        if taken < WAYS:
-            high = tl.sum(tl.where(way == taken, thresholds, 0.0), 0)
-            above = tl.sum(tl.where(way == taken, counts, 0), 0)
-            mass_above = tl.sum(tl.where(way == taken, masses, 0.0), 0)
-        kept = V + above * 0
+        counts, masses = _tally(
+            row_ptr, V, _pick(thresholds, 0), _pick(thresholds, 1), _pick(thresholds, 2), _pick(thresholds, 3), best,
+            inverse_t, BLOCK, MASS,
+        )  # fmt: skip
+        enough = masses >= needed if MASS else counts >= needed
+        taken = tl.sum(enough.to(tl.int32), 0)  # nested: the lowest ones reach it
+        if taken < 4:
+            high = _pick(thresholds, taken)
+            above = _pick(counts, taken)
         if taken > 0:
-            low = tl.sum(tl.where(way == taken - 1, thresholds, 0.0), 0)
-            kept = tl.sum(tl.where(way == taken - 1, counts, 0), 0)
+            low = _pick(thresholds, taken - 1)
+            kept = _pick(counts, taken - 1)
         else:
-            # The cut is below the first pass's reach; no logit is (or weighs anything) so far down.
+            # Below the first pass's reach; no logit is (or weighs anything) as far down as this.
             low = tl.where(low == _NEGATIVE_INFINITY, high - 1.0e4 / inverse_t, low)
-            kept = tl.where(step == 0, V, between + before)
-        between = kept - above
         step += 1
-    return low, high, between, above, mass_above
+    return low, high, kept - above, above
 
 
 @triton.jit
-def _band(row_ptr, V, low, high, between, pool_ptr, pool_count_ptr, BLOCK: tl.constexpr, POOL: tl.constexpr):
-    """The logits in [low, high), falling, padded with -inf; at most POOL."""
-    for start in tl.range(0, V, BLOCK, num_stages=4):
+def _band(row_ptr, V, low, high, between, best, inverse_t, pool_ptr, pool_count_ptr,
+          BLOCK: tl.constexpr, POOL: tl.constexpr):  # fmt: skip
+    """The logits in [low, high), falling, padded with -inf to POOL; and the mass at or above ``high``."""
+    over = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, V, BLOCK, num_stages=3):
         at = start + tl.arange(0, BLOCK)
         x = tl.load(row_ptr + at, mask=at < V, other=_NEGATIVE_INFINITY).to(tl.float32)
+        over += tl.where(x >= high, tl.exp((x - best) * inverse_t), 0.0)
         chosen = (x >= low) & (x < high)
         slot = tl.atomic_add(pool_count_ptr + tl.zeros([BLOCK], tl.int32), 1, mask=chosen, sem="relaxed")
         tl.store(pool_ptr + slot, x, mask=chosen & (slot < POOL))
     tl.debug_barrier()
     tl.store(pool_count_ptr, 0)
     i = tl.arange(0, POOL)
-    return tl.sort(
-        tl.load(pool_ptr + i, mask=i < between, other=_NEGATIVE_INFINITY, cache_modifier=".cg"), descending=True
-    )
+    x = tl.load(pool_ptr + i, mask=i < between, other=_NEGATIVE_INFINITY, cache_modifier=".cg")
+    return tl.sort(x, descending=True), tl.sum(over, 0)
 
 
 @triton.jit
 def _threshold_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, threshold_ptr, pool_ptr, pool_count_ptr, V, stride,
-    BLOCK: tl.constexpr, POOL: tl.constexpr, WAYS: tl.constexpr, PASSES: tl.constexpr,
+    BLOCK: tl.constexpr, POOL: tl.constexpr, PASSES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
@@ -130,50 +151,52 @@ def _threshold_kernel(
     if (temperature > 0) & (cut_k | cut_p | (min_p > 0.0)):
         row_ptr = logits_ptr + row * stride
         pool = pool_ptr + row * POOL
+        counter = pool_count_ptr + row
         inverse_t = 1.0 / temperature
         tops = tl.full([BLOCK], _NEGATIVE_INFINITY, tl.float32)
-        for start in tl.range(0, V, BLOCK, num_stages=4):
+        for start in tl.range(0, V, BLOCK, num_stages=3):
             at = start + tl.arange(0, BLOCK)
             tops = tl.maximum(tops, tl.load(row_ptr + at, mask=at < V, other=_NEGATIVE_INFINITY).to(tl.float32))
         best = tl.max(tops, 0)
-        low = tl.full((), _NEGATIVE_INFINITY, tl.float32)
-        high = best + temperature * 1.0e-3 + tl.abs(best) * 1.0e-6
-        none = tl.full((), 0, tl.int32)
-        nothing = tl.full((), 0.0, tl.float32)
-        above, between, mass_above, total = none, none, nothing, nothing
+        top = best + temperature * 1.0e-3 + tl.abs(best) * 1.0e-6  # above every logit
+        low, high = threshold, top
+        between, above = top_k * 0, top_k * 0
+        mass_above, total = best * 0.0, best * 0.0
+        everything = top_k * 0 + V
         if cut_k:
-            low, high, between, above, mass_above = _search(
-                row_ptr, V, low, high, above, mass_above, top_k, 0.0, best, inverse_t, BLOCK, POOL, WAYS, PASSES
+            low, high, between, above = _search(
+                row_ptr, V, low, high, everything, top_k, best, inverse_t, BLOCK, POOL, PASSES, False
             )
-            x = _band(row_ptr, V, low, high, between, pool, pool_count_ptr + row, BLOCK, POOL)
+            x, mass_above = _band(row_ptr, V, low, high, between, best, inverse_t, pool, counter, BLOCK, POOL)
             i = tl.arange(0, POOL)
             threshold = tl.max(tl.where(i == top_k - above - 1, x, _NEGATIVE_INFINITY), 0)
             threshold = tl.where(between > POOL, low, threshold)  # only thousands of equal logits are left undivided
             between = tl.sum((x >= threshold).to(tl.int32), 0)
             total = mass_above + tl.sum(tl.where(x >= threshold, tl.exp((x - best) * inverse_t), 0.0), 0)
+            low = threshold
         if cut_p:
             if not cut_k:
                 sums = tl.zeros([BLOCK], tl.float32)
-                for start in tl.range(0, V, BLOCK, num_stages=4):
+                for start in tl.range(0, V, BLOCK, num_stages=3):
                     at = start + tl.arange(0, BLOCK)
                     x = tl.load(row_ptr + at, mask=at < V, other=_NEGATIVE_INFINITY).to(tl.float32)
                     sums += tl.exp((x - best) * inverse_t)
                 total = tl.sum(sums, 0)
             needed = top_p * total
-            if cut_k & (mass_above < needed):
-                low = threshold  # the same band holds this cut too
-            else:
-                # Above the band of top_k, or anywhere.
+            # The band that top_k left may hold this cut too; else it is above the band, or anywhere.
+            if (not cut_k) | (mass_above >= needed):
+                kept = tl.where(cut_k, above, everything)
                 low = tl.where(cut_k, high, low)
-                high = tl.where(cut_k, best + temperature * 1.0e-3 + tl.abs(best) * 1.0e-6, high)
-                low, high, between, above, mass_above = _search(
-                    row_ptr, V, low, high, none, nothing, 1, needed, best, inverse_t, BLOCK, POOL, WAYS, PASSES
+                low, high, between, above = _search(
+                    row_ptr, V, low, top, kept, needed, best, inverse_t, BLOCK, POOL, PASSES, True
                 )
-            x = _band(row_ptr, V, low, high, tl.minimum(between, POOL), pool, pool_count_ptr + row, BLOCK, POOL)
+            x, mass_above = _band(
+                row_ptr, V, low, high, tl.minimum(between, POOL), best, inverse_t, pool, counter, BLOCK, POOL
+            )
             weight = tl.where(x >= low, tl.exp((x - best) * inverse_t), 0.0)
             before = mass_above + tl.cumsum(weight, 0) - weight
-            kept = (before < needed) & (x >= low)
-            cut = tl.min(tl.where(kept, x, high), 0)
+            kept_here = (before < needed) & (x >= low)
+            cut = tl.min(tl.where(kept_here, x, high), 0)
             threshold = tl.maximum(threshold, tl.where(between > POOL, low, cut))
         if min_p > 0.0:
             threshold = tl.maximum(threshold, best + temperature * tl.log(min_p))
@@ -280,7 +303,7 @@ class TokenDrawer:
             _threshold_kernel[(rows,)](
                 logits, params.temperature, params.top_k, params.top_p, params.min_p, self._threshold, self._pool,
                 self._pool_count, vocab_size, logits.stride(0),
-                BLOCK=min(1024, triton.next_power_of_2(vocab_size)), POOL=self.candidates, WAYS=8, PASSES=12,
+                BLOCK=min(2048, triton.next_power_of_2(vocab_size)), POOL=self.candidates, PASSES=16,
                 num_warps=16,
             )  # fmt: skip
         block = min(1024, triton.next_power_of_2(vocab_size))

@@ -61,7 +61,12 @@ def test_chosen_ranges_join_up_from_zero_and_never_cost_more(
 ) -> None:
     table, lengths = batch
     cost = _cost(
-        launch_us=launch_us, min_range_us=0.0, flat_bytes_per_us=1e4, shared_flops_per_us=speed * 1e6, tile_rows=4
+        launch_us=launch_us,
+        min_range_us=0.0,
+        flat_bytes_per_us=1e4,
+        stream_bytes_per_us=1e4,
+        shared_flops_per_us=speed * 1e6,
+        tile_rows=4,
     )
     ranges = choose_groups(find_groups(table, lengths, BLOCK), BLOCK, cost)
     reached = np.zeros(len(lengths), np.int64)

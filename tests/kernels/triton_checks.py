@@ -125,7 +125,7 @@ def check_cascade(
     paged.table[1:3, :inner] = paged.table[0, :inner]
     cost = CascadeCost(
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, launch_us=0.0, min_range_us=0.0,
-        flat_bytes_per_us=1.0, shared_flops_per_us=1e12, tile_rows=1,
+        flat_bytes_per_us=1.0, stream_bytes_per_us=1e12, shared_flops_per_us=1e12, tile_rows=1,
     )  # fmt: skip  # sharing is nearly free, so that everything shared is taken
     cascade = CascadePlan(len(lengths) + 2, cost, device, block_m=block_m, min_chunk_tokens=2 * block_size)
     cascade.regroup(paged.table.cpu().numpy(), paged.seq_lens.cpu().numpy(), block_size)
