@@ -25,8 +25,8 @@ def _inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
         return frequencies / config.factor
     if config.rope_type == "llama3":
         # Slow frequencies are stretched by the factor, fast ones kept, those between interpolated (Llama 3.1's code).
-        rotations = config.original_max_position_embeddings * frequencies / (2 * math.pi)
+        rotations = config.original_max_position_embeddings / (2 * math.pi / frequencies)
         span = config.high_freq_factor - config.low_freq_factor
         keep = ((rotations - config.low_freq_factor) / span).clamp(0.0, 1.0)
-        return frequencies * (keep + (1 - keep) / config.factor)
+        return (1 - keep) * frequencies / config.factor + keep * frequencies
     return frequencies
