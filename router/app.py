@@ -53,7 +53,9 @@ class Router:
         """Listen and look for workers. Raises OSError when a port cannot be had."""
         config = self._config
         self.metrics_port = await self._status.start(config.host, config.metrics_port)
-        self._server, self.port = await serve([self._sessions], config.host, config.port)
+        self._server, self.port = await serve(
+            [self._sessions], config.host, config.port, is_ready=lambda: self._service.not_ready() is None
+        )
         self._sessions.identity.address = f"{config.host}:{self.port}"
         self._polling = asyncio.create_task(self.workers.run(), name="workers")
 
@@ -63,6 +65,7 @@ class Router:
         await self._service.drain(self._config.drain_timeout_s)
         await self._sessions.close()
         await self._server.stop(GRPC_STOP_S)
+        del self._server  # its finalizer wants the running event loop
         self._polling.cancel()
         await asyncio.gather(self._polling, return_exceptions=True)
         await self._registry.close()

@@ -81,6 +81,7 @@ class FakeWorker:
             await asyncio.gather(self.lease, return_exceptions=True)
         await self.sessions.close()
         await self.server.stop(0.5)
+        del self.server  # its finalizer wants the running event loop
         for task in self.tasks.values():
             task.cancel()
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
