@@ -27,7 +27,7 @@ from engine.kernels.decode_attention import PrefixPartials
 _ITEM_FIELDS = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "stride_table"])
 def _shared_kernel(
     q_ptr, kv_ptr, table_ptr, items_ptr, members_ptr, partial_ptr, lse_ptr, scale_log2, B, H,
     stride_qt, stride_qh, stride_n, stride_kv, stride_h, stride_s, stride_table,

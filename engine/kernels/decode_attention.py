@@ -25,7 +25,7 @@ import triton.language as tl
 from engine.kernels.attention_core import FLOOR, LOG2E, MASKED, load_tile, softmax_step, token_offsets
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "W", "target_chunks", "min_chunk", "window"])
 def _plan_kernel(
     seq_lens_ptr,
     kv_begin_ptr,
@@ -101,7 +101,7 @@ def _merge(
     return acc, m, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["prefix_stride", "window", "stride_table"])
 def _decode_kernel(
     q_ptr, kv_ptr, table_ptr, work_ptr, first_chunk_ptr, num_chunks_ptr, partial_ptr, lse_ptr, counter_ptr, out_ptr,
     prefix_count_ptr, prefix_partial_ptr, prefix_lse_ptr, prefix_stride,

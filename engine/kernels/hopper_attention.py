@@ -306,7 +306,10 @@ def _consume(
                 done += tiles
 
 
-@gluon.jit(do_not_specialize=["B", "max_tiles"])
+@gluon.jit(
+    do_not_specialize=["B", "max_tiles", "window", "stride_table"],
+    do_not_specialize_on_alignment=["table_ptr", "cu_ptr", "seq_lens_ptr"],
+)
 def hopper_kernel(
     q_ptr, desc, table_ptr, cu_ptr, seq_lens_ptr, items_ptr, num_items_ptr, members_ptr, out_ptr, lse_ptr, B, max_tiles,
     heads, scale_log2, window, stride_qt, stride_qh, stride_table, stride_ot, stride_oh,

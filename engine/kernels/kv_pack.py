@@ -40,7 +40,7 @@ def digest_words(words: NDArray[np.uint64], first_index: int = 0) -> int:
     return total & 0xFFFFFFFFFFFFFFFF
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["token_start", "num_tokens"])
 def _move_kernel(
     cache_ptr, wire_ptr, table_ptr, digest_ptr, token_start, num_tokens,
     stride_l, stride_n, stride_kv, stride_h, stride_s,

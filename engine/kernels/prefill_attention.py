@@ -21,7 +21,10 @@ from engine.kernels import hopper_launch
 from engine.kernels.attention_core import FLOOR, LOG2E, MASKED, load_tile, softmax_step, token_offsets
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit(
+    do_not_specialize=["B", "window", "stride_table"],
+    do_not_specialize_on_alignment=["table_ptr", "cu_ptr", "seq_lens_ptr"],
+)
 def _prefill_kernel(
     q_ptr, kv_ptr, table_ptr, cu_ptr, seq_lens_ptr, out_ptr, B, scale_log2, window,
     stride_qt, stride_qh, stride_n, stride_kv, stride_h, stride_s, stride_table, stride_ot, stride_oh,

@@ -242,7 +242,7 @@ def _argmax_kernel(
         tl.store(arrived_ptr + row, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries"])
 def _penalise_kernel(
     logits_ptr, row_ptr, id_ptr, count_ptr, seen_ptr, bias_ptr, repetition_ptr, frequency_ptr, presence_ptr, entries,
     stride,

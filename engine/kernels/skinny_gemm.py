@@ -21,7 +21,7 @@ import triton.language as tl
 MAX_ROWS = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _skinny_kernel(
     x_ptr, w_ptr, w_desc, bias_ptr, residual_ptr, y_ptr, partial_ptr, counter_ptr, M, N, stride_x, stride_w,
     stride_r, stride_y,
