@@ -57,7 +57,7 @@ def hopper_prefill(
     group = num_heads // num_kv_heads
     tile_tokens = TILE_ROWS // group
     max_tiles = min(tokens // tile_tokens + requests, requests * triton.cdiv(max_q_len, tile_tokens))
-    # A program an item: the device's own scheduler balances causal tiles better than equal turns (measured: 7 %).
+    # A program an item: the device's own scheduler balances causal tiles better than equal turns (measured: 8 %).
     hopper_kernel[(num_kv_heads * max_tiles,)](
         q, _descriptor(kv_layer), block_table, cu_seqlens_q, seq_lens, seq_lens, seq_lens, seq_lens, out, out,
         requests, max_tiles, num_heads, scale * LOG2E, window or 0, q.stride(0), q.stride(1), block_table.stride(0),
