@@ -1,7 +1,8 @@
-"""``python -m gateway``: reads the settings, loads tokenizer and template, serves HTTP."""
+"""``python -m gateway``: reads the settings, loads tokenizer and template, serves HTTP and gRPC."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import sys
@@ -9,13 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
+import grpc
 import structlog
 import typer
 import uvicorn
+from fastapi import FastAPI
 
 from gateway.app import create_app
 from gateway.config import GatewayConfig
+from gateway.grpc_service import serve_grpc
 from gateway.model import load_model
+from gateway.serving import Gateway
 from pdserve.model_store import ModelUnavailableError, resolve_model
 from telemetry import logs
 
@@ -29,14 +34,40 @@ PEER_STALL_TIMEOUT_MS = 60_000
 log = structlog.get_logger()
 
 
-class AnnouncingServer(uvicorn.Server):
-    """Says on the log when it listens, and where."""
+class GatewayServer(uvicorn.Server):
+    """The HTTP server and, beside it, the gRPC server. Says on the log when both listen, and where."""
+
+    def __init__(self, app: FastAPI, config: GatewayConfig) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                ws="none",
+                log_level="warning",
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
+            )
+        )
+        self._gateway: Gateway = app.state.gateway
+        self._settings = config
+        self._grpc: grpc.aio.Server | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Raises OSError when the gRPC port cannot be had."""
+        self._grpc, grpc_port = await serve_grpc(self._gateway, self._settings.host, self._settings.bound_grpc_port)
         await super().startup(sockets)
         if self.started and sockets:
             host, port = sockets[0].getsockname()[:2]
-            log.info("ready", host=host, port=port)
+            log.info("ready", host=host, port=port, grpc_port=grpc_port)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """No new requests; those that run may end: gRPC's first, as the router sessions are closed with the app."""
+        if self._grpc is not None:
+            stopping = asyncio.create_task(self._grpc.stop(SHUTDOWN_TIMEOUT_S))
+            self._grpc = None  # its finalizer wants the running event loop
+            await stopping
+        await super().shutdown(sockets)
 
 
 def main(
@@ -45,6 +76,7 @@ def main(
     served_model_name: Annotated[str | None, typer.Option(help="The name that clients use.")] = None,
     host: Annotated[str, typer.Option()] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one; the ready line names it.")] = 8000,
+    grpc_port: Annotated[int | None, typer.Option(help="Of the SDK's service.  [default: --port + 1]")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + output, in tokens.")] = None,
     default_timeout_s: Annotated[float, typer.Option(help="Deadline of requests that bring none.")] = 600.0,
     max_requests: Annotated[int, typer.Option(help="Requests at a time; more are answered 429.")] = 4096,
@@ -58,24 +90,14 @@ def main(
             routers=tuple(address.strip() for address in router.split(",") if address.strip()),
             host=host,
             port=port,
+            grpc_port=grpc_port,
             max_model_len=max_model_len,
             default_timeout_s=default_timeout_s,
             max_requests=max_requests,
         )
         served = load_model(resolve_model(config.model), config.served_model_name, config.max_model_len)
         with listening(config.host, config.port) as listener:
-            server = AnnouncingServer(
-                uvicorn.Config(
-                    create_app(config, served),
-                    log_config=None,
-                    access_log=False,
-                    ws="none",
-                    log_level="warning",
-                    timeout_keep_alive=KEEP_ALIVE_S,
-                    timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
-                )
-            )
-            server.run(sockets=[listener])
+            GatewayServer(create_app(config, served), config).run(sockets=[listener])
     except (ValueError, OSError, ModelUnavailableError) as error:
         log.error("cannot start", reason=str(error))
         sys.exit(1)

@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.admission import Admission
 from gateway.chat import chat_completions
 from gateway.completions import completions
 from gateway.config import GatewayConfig
@@ -45,6 +46,7 @@ def create_app(config: GatewayConfig, model: ServedModel) -> FastAPI:
         routers=RouterPool(config.routers, config.router_wait_s),
         metrics=metrics,
         recent=RecentRequests(config.recent_requests),
+        admission=Admission(config.max_requests, metrics.open_requests.set),
     )
 
     @asynccontextmanager
@@ -57,11 +59,11 @@ def create_app(config: GatewayConfig, model: ServedModel) -> FastAPI:
             gateway.text.close()
 
     app = FastAPI(title="pdserve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.gateway = gateway  # for the gRPC front, which serves the same
     app.add_middleware(
         RequestGuard,
         limited_paths=WORKING_PATHS,
-        max_requests=config.max_requests,
-        on_open=metrics.open_requests.set,
+        admission=gateway.admission,
         on_answer=lambda path, status: metrics.http_requests.labels(path, str(status)).inc(),
     )
     app.add_exception_handler(GatewayError, _on_gateway_error)

@@ -16,6 +16,8 @@ class GatewayConfig:
     """host:port of each router; the first alive one is used."""
     host: str = "127.0.0.1"
     port: int = 8000
+    grpc_port: int | None = None
+    """Of the SDK's service. None: the one after ``port``, or a free one where that is 0."""
     max_model_len: int | None = None
     """None: what the model's config says."""
     default_timeout_s: float = 600.0
@@ -40,6 +42,12 @@ class GatewayConfig:
     recent_requests: int = 1024
     """Finished requests kept for /debug/requests."""
     tokenizer_threads: int = 2
+
+    @property
+    def bound_grpc_port(self) -> int:
+        if self.grpc_port is not None:
+            return self.grpc_port
+        return self.port + 1 if self.port else 0
 
     def __post_init__(self) -> None:
         if not self.routers:

@@ -15,7 +15,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.errors import GatewayError, internal, invalid, overloaded
+from gateway.admission import Admission
+from gateway.errors import GatewayError, internal, invalid
 
 T = TypeVar("T")
 REQUEST_ID = "x-request-id"
@@ -50,22 +51,19 @@ class RequestGuard:
         app: ASGIApp,
         *,
         limited_paths: frozenset[str],
-        max_requests: int,
-        on_open: Callable[[int], None],
+        admission: Admission,
         on_answer: Callable[[str, int], None],
     ) -> None:
         self._app = app
         self._limited_paths = limited_paths
-        self._max_requests = max_requests
-        self._on_open = on_open
+        self._admission = admission
         self._on_answer = on_answer
-        self._num_open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _request_id(scope)
+        request_id = request_id_or_new(_given_request_id(scope))
         scope.setdefault("state", {})["request_id"] = request_id
         status = CLIENT_GONE
 
@@ -77,11 +75,10 @@ class RequestGuard:
             await send(message)
 
         is_limited = scope["path"] in self._limited_paths
-        self._count(is_limited, 1)
+        refusal = self._admission.enter() if is_limited else None
         try:
-            if is_limited and self._num_open > self._max_requests:
-                error = overloaded(f"this gateway serves {self._max_requests} requests at a time")
-                await error_response(error)(scope, receive, send_with_id)
+            if refusal is not None:
+                await error_response(refusal)(scope, receive, send_with_id)
             else:
                 await self._app(scope, receive, send_with_id)
         except ClientDisconnect:
@@ -91,14 +88,10 @@ class RequestGuard:
             if status == CLIENT_GONE:
                 await error_response(internal())(scope, receive, send_with_id)
         finally:
-            self._count(is_limited, -1)
+            if is_limited and refusal is None:
+                self._admission.leave()
             route = scope.get("route")
             self._on_answer(getattr(route, "path", "other"), status)
-
-    def _count(self, is_limited: bool, change: int) -> None:
-        if is_limited:
-            self._num_open += change
-            self._on_open(self._num_open)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -154,9 +147,10 @@ async def run_until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-def _request_id(scope: Scope) -> str:
+def request_id_or_new(given: str | None) -> str:
     """The client's when it is printable and short, else a new one."""
-    for name, value in scope["headers"]:
-        if name == REQUEST_ID.encode() and _VALID_REQUEST_ID.fullmatch(given := value.decode("latin-1")):
-            return str(given)
-    return uuid.uuid4().hex
+    return given if given is not None and _VALID_REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _given_request_id(scope: Scope) -> str | None:
+    return next((value.decode("latin-1") for name, value in scope["headers"] if name == REQUEST_ID.encode()), None)

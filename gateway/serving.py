@@ -16,6 +16,7 @@ from typing import Any
 
 import structlog
 
+from gateway.admission import Admission
 from gateway.choice import ChoiceDecoder, Delta, PlacedToken
 from gateway.config import GatewayConfig
 from gateway.errors import GatewayError, deadline_exceeded, invalid
@@ -41,6 +42,7 @@ class Gateway:
     routers: RouterPool
     metrics: GatewayMetrics
     recent: RecentRequests
+    admission: Admission
 
     def check_model(self, name: str | None) -> None:
         """Raises GatewayError for a model that is not served here."""

@@ -6,13 +6,14 @@ that backoff is theirs and a restarted peer is seen at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from pdserve.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from pdserve import health
+from pdserve.v1 import gateway_pb2, gateway_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 MAX_CONCURRENT_STREAMS = 4096
@@ -25,7 +26,7 @@ _LIMITS: list[tuple[str, int]] = [
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
-_CHANNEL: list[tuple[str, int]] = [
+CHANNEL_OPTIONS: list[tuple[str, int]] = [
     *_LIMITS,
     # A subchannel shared between channels would share its reconnect backoff with them, too.
     ("grpc.use_local_subchannel_pool", 1),
@@ -38,26 +39,29 @@ _SERVER: list[tuple[str, int]] = [
     ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
 ]
 
-Servicer = inference_pb2_grpc.GenerationServicer | worker_pb2_grpc.KVHandoffServicer
+Servicer = (
+    inference_pb2_grpc.GenerationServicer | worker_pb2_grpc.KVHandoffServicer | gateway_pb2_grpc.InferenceServicer
+)
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
     """A channel to ``host:port``. The caller closes it."""
-    return grpc.aio.insecure_channel(address, options=_CHANNEL)
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
-async def serve(servicers: Sequence[Servicer], host: str, port: int) -> tuple[grpc.aio.Server, int]:
+async def serve(
+    servicers: Sequence[Servicer], host: str, port: int, *, is_ready: Callable[[], bool] | None = None
+) -> tuple[grpc.aio.Server, int]:
     """Start a server for ``servicers`` plus health and reflection; port 0 takes a free one.
 
+    ``is_ready`` is asked whenever somebody asks for the server's health; without it the server is always healthy.
     Returns the server, which the caller stops, and the bound port. Raises OSError when the port cannot be had.
     """
     server = grpc.aio.server(options=_SERVER)
     names = [_add(servicer, server) for servicer in servicers]
-    health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
+    health_servicer = health.HealthServicer(names, is_ready or (lambda: True))
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    for name in ["", *names]:
-        await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-    reflection.enable_server_reflection([*names, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)
+    reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     try:
         bound_port = server.add_insecure_port(f"{host}:{port}")
     except RuntimeError as error:
@@ -71,5 +75,8 @@ def _add(servicer: Servicer, server: grpc.aio.Server) -> str:
     if isinstance(servicer, inference_pb2_grpc.GenerationServicer):
         inference_pb2_grpc.add_GenerationServicer_to_server(servicer, server)
         return str(inference_pb2.DESCRIPTOR.services_by_name["Generation"].full_name)
+    if isinstance(servicer, gateway_pb2_grpc.InferenceServicer):
+        gateway_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
+        return str(gateway_pb2.DESCRIPTOR.services_by_name["Inference"].full_name)
     worker_pb2_grpc.add_KVHandoffServicer_to_server(servicer, server)
     return str(worker_pb2.DESCRIPTOR.services_by_name["KVHandoff"].full_name)

@@ -35,6 +35,7 @@ def up(
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
     host: Annotated[str, typer.Option(help="Address of the HTTP API.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the HTTP API.")] = 8000,
+    grpc_port: Annotated[int | None, typer.Option(help="Port of the SDK's gRPC API.  [default: --port + 1]")] = None,
     redis: Annotated[str | None, typer.Option(help="URL of a running Redis.  [default: start one]")] = None,
     policy: Annotated[str | None, typer.Option(help="Routing policy: round_robin or least_loaded.")] = None,
     local_prefill_tokens: Annotated[

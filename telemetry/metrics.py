@@ -200,6 +200,9 @@ class GatewayMetrics:
         self.http_requests = Counter(
             "pdserve_http_requests", "Answers, by endpoint and status", ["endpoint", "status"], registry=registry
         )
+        self.grpc_requests = Counter(
+            "pdserve_grpc_requests", "Calls of the SDK's service, by status", ["method", "status"], registry=registry
+        )
         self.aborts = Counter("pdserve_aborts", "Requests aborted here, by reason", ["reason"], registry=registry)
         self.resumes = Counter("pdserve_resumes", "Requests opened again with their tokens so far", registry=registry)
         self.open_requests = Gauge("pdserve_open_requests", "Requests that have not ended", registry=registry)

@@ -80,7 +80,9 @@ class WorkerApp:
             servicers: list[Servicer] = [self._sessions]
             if config.role != "prefill":
                 servicers.append(self._handoff_servicer)
-            server, self._ports["port"] = await serve(servicers, config.host, config.port)
+            server, self._ports["port"] = await serve(
+                servicers, config.host, config.port, is_ready=lambda: not self._sessions.draining
+            )
         except OSError as error:
             log.error("cannot_listen", reason=str(error), remedy="use another --port or --metrics-port")
             return 1

@@ -1,6 +1,6 @@
 """Which processes a cluster consists of, with which command lines and ports.
 
-Owns the layout: only the gateway's port is the user's; the others are free ones of 127.0.0.1. Ports are chosen here,
+Owns the layout: only the gateway's ports are the user's; the others are free ones of 127.0.0.1. Ports are chosen here,
 not by the children, so that every child can start at once and knows where the others will be, and so that a restarted
 one comes back where it was.
 """
@@ -78,6 +78,7 @@ def plan_cluster(settings: UpSettings, model: Path, redis_binary: Path | None, d
     )
     gateway = python_argv("gateway", "--model", str(model), "--served-model-name", served_model_name(settings, model))
     gateway += ["--host", settings.host, "--port", str(settings.port), "--router", f"{LOCALHOST}:{router_port}"]
+    gateway += ["--grpc-port", str(settings.sdk_port)]
     gateway += _optional("--max-model-len", settings.max_model_len)
     # Alive is enough: that workers are reached is the router's to say, and the gateway hears it a heartbeat later.
     is_healthy = partial(http_is_healthy, reachable_host(settings.host), settings.port, "/live")

@@ -39,8 +39,8 @@ def check_platform() -> None:
         raise UpError(f"Python {platform.python_version()} is not supported: use 3.11, 3.12 or 3.13")
 
 
-def check_port(host: str, port: int) -> None:
-    """The gateway's port can be listened on."""
+def check_port(host: str, port: int, flag: str = "--port") -> None:
+    """A port of the gateway can be listened on."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: TIME_WAIT is no obstacle
@@ -48,9 +48,9 @@ def check_port(host: str, port: int) -> None:
             sock.bind((host, port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise UpError(f"port {port} is in use: end what uses it, or choose another with --port") from error
+                raise UpError(f"port {port} is in use: end what uses it, or choose another with {flag}") from error
             reason = error.strerror or str(error)
-            raise UpError(f"cannot listen on {host}:{port} ({reason}): use other --host or --port") from error
+            raise UpError(f"cannot listen on {host}:{port} ({reason}): use other --host or {flag}") from error
 
 
 def check_memory(settings: UpSettings, model: Path) -> None:

@@ -33,6 +33,7 @@ def up(settings: UpSettings) -> int:
     try:
         check_platform()
         check_port(settings.host, settings.port)
+        check_port(settings.host, settings.sdk_port, "--grpc-port")
         if settings.redis is not None:
             check_redis(settings.redis)
         binary = redis_binary() if settings.redis is None else None
@@ -109,6 +110,7 @@ class _Run:
         body = f'{{"model": "{self._name}", "messages": [{{"role": "user", "content": "Hello!"}}], "stream": true}}'
         print(f"\nServing {self._name} at {self._url}/v1 (logs: {self._logs})\n")
         print(f"  curl -N {self._url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n")
+        print(f'  pdserve.Client("{reachable_host(self._settings.host)}:{self._settings.sdk_port}")  # in Python\n')
         print("Ctrl-C stops everything.", flush=True)
 
     async def _stop(self, stopped: asyncio.Event) -> int:

@@ -27,6 +27,8 @@ class UpSettings:
     host: str = "127.0.0.1"
     """Of the gateway; everything else listens on 127.0.0.1 only."""
     port: int = 8000
+    grpc_port: int | None = None
+    """Of the gateway, for the SDK. None: the one after ``port``."""
     redis: str | None = None
     """URL of a Redis that runs already; None: start our own."""
     policy: str | None = None
@@ -46,12 +48,20 @@ class UpSettings:
         for name in ("prefill", "decode"):
             if getattr(self, name) < 1:
                 raise UpError(f"{name}={getattr(self, name)}: at least 1 is needed (--aggregated runs without prefill)")
-        if not 1 <= self.port <= 65535:
-            raise UpError(f"port={self.port} is not a port: use 1 to 65535")
+        for name, port in (("port", self.port), ("grpc_port", self.sdk_port)):
+            if not 1 <= port <= 65535:
+                raise UpError(f"{name}={port} is not a port: use 1 to 65535")
+        if self.port == self.sdk_port:
+            raise UpError(f"port and grpc_port are both {self.port}: give each its own")
         if self.once and not self.chat:
             raise UpError("once and no-chat together do nothing: leave one of them out")
         if self.redis is not None and not self.redis.startswith(("redis://", "rediss://", "unix://")):
             raise UpError(f"redis={self.redis!r} is not a URL: use redis://host:port or unix:///path")
+
+    @property
+    def sdk_port(self) -> int:
+        """Where the gateway's gRPC server listens."""
+        return self.port + 1 if self.grpc_port is None else self.grpc_port
 
     @property
     def num_engines(self) -> int:

@@ -130,6 +130,8 @@ class Cluster:
     directory: Path
     model: str
     members: dict[str, Member] = field(default_factory=dict)
+    grpc_port: int = 0
+    """Of the gateway."""
 
     @property
     def redis_url(self) -> str:
@@ -180,10 +182,10 @@ class Cluster:
         return self.add(name, argv, port, metrics)
 
     def add_gateway(self, *flags: str) -> Member:
-        port = free_port()
+        port, self.grpc_port = free_port(), free_port()
         routers = ",".join(f"127.0.0.1:{m.port}" for name, m in self.members.items() if name.startswith("router"))
         argv = [sys.executable, "-m", "gateway", "--model", self.model, "--served-model-name", "test-model"]
-        argv += ["--port", str(port), "--router", routers, *flags]
+        argv += ["--port", str(port), "--grpc-port", str(self.grpc_port), "--router", routers, *flags]
         return self.add("gateway", argv, port, port)
 
     def wait_healthy(self) -> None:
