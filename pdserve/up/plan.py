@@ -21,6 +21,7 @@ from pdserve.up.health import http_is_healthy, redis_is_healthy
 from pdserve.up.settings import UpSettings
 
 LOCALHOST = "127.0.0.1"
+REDIS_SOCKET_NAME = "redis.sock"
 _LOWEST_PORT = 12_000
 # While everything loads at once, a second thread per engine makes loading five times slower (threads spin while they
 # wait for cores that other processes use). How many compute later is decided by the engines.
@@ -41,7 +42,7 @@ def plan_cluster(settings: UpSettings, model: Path, redis_binary: Path | None, d
     specs: list[ChildSpec] = []
     redis_url = settings.redis
     if redis_binary is not None:
-        redis_socket = dirs.runtime / "redis.sock"
+        redis_socket = dirs.runtime / REDIS_SOCKET_NAME
         redis_url = f"unix://{redis_socket}"
         argv = redis_argv(redis_binary, redis_socket)
         specs.append(ChildSpec("redis", argv, dirs.logs / "redis.log", partial(redis_is_healthy, redis_socket)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import platform
+import shutil
 import socket
 import sys
 import tempfile
@@ -19,10 +20,11 @@ import psutil
 
 from pdserve.model_store import cache_dir
 from pdserve.up.errors import UpError
-from pdserve.up.plan import Directories
+from pdserve.up.plan import REDIS_SOCKET_NAME, Directories
 from pdserve.up.settings import UpSettings
 
 _KEPT_RUNS = 10
+_MAX_SOCKET_PATH_BYTES = 107  # of a unix socket, on Linux
 # Measured on Linux x86_64, without model: resident size of an engine process (Python, torch), and of the others.
 _ENGINE_BYTES = 400 << 20
 _OTHERS_BYTES = 700 << 20
@@ -96,22 +98,25 @@ def check_redis(url: str) -> None:
 
 
 def make_directories() -> Directories:
-    """The log directory of this run (the last few are kept) and a private runtime directory."""
+    """The log directory of this run, and in it a private one; those of older runs go, but for the last few."""
     runs = cache_dir() / "runs"
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    logs = runs / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    runtime = logs / "private"
     try:
-        (runs / name).mkdir(parents=True)
+        logs.mkdir(parents=True)
+        if len(os.fsencode(runtime / REDIS_SOCKET_NAME)) > _MAX_SOCKET_PATH_BYTES:
+            runtime = Path(tempfile.mkdtemp(prefix="pdserve-"))
+        else:
+            runtime.mkdir(mode=0o700)
         for old in sorted(runs.iterdir())[:-_KEPT_RUNS]:
-            for log in old.glob("*.log"):
-                log.unlink()
-            old.rmdir()
+            if not psutil.pid_exists(int(old.name.rpartition("-")[2])):
+                shutil.rmtree(old)
     except OSError as error:
         raise UpError(
             f"the cache {cache_dir()} cannot be written ({error.strerror or error}): "
             f"set PDSERVE_CACHE to a directory that can"
         ) from error
-    # Not under the cache: the path of a unix socket may have 107 bytes at most.
-    return Directories(logs=runs / name, runtime=Path(tempfile.mkdtemp(prefix="pdserve-")))
+    return Directories(logs, runtime)
 
 
 def _gib(size: int) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import stat
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -44,13 +47,23 @@ def test_memory_counts_every_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_the_log_directories_of_old_runs_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PDSERVE_CACHE", str(tmp_path))
+    dead = subprocess.Popen(["true"])
+    dead.wait(timeout=10)
     for i in range(14):
-        (tmp_path / "runs" / f"2020010{i:02}-000000-1").mkdir(parents=True)
-        (tmp_path / "runs" / f"2020010{i:02}-000000-1" / "router.log").write_text("x")
+        owner = os.getpid() if i == 2 else dead.pid
+        (tmp_path / "runs" / f"2020010{i:02}-000000-{owner}" / "private").mkdir(parents=True)
+    dirs = preflight.make_directories()
+    kept = {path.name for path in (tmp_path / "runs").iterdir()}
+    assert len(kept) == 11
+    assert f"202001002-000000-{os.getpid()}" in kept, "that one is still running"
+    assert dirs.logs.name in kept
+    assert stat.S_IMODE(dirs.runtime.stat().st_mode) == 0o700
+
+
+def test_the_path_of_a_socket_is_short_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PDSERVE_CACHE", str(tmp_path / ("long" * 30)))
     dirs = preflight.make_directories()
     dirs.runtime.rmdir()
-    assert len(list((tmp_path / "runs").iterdir())) == 10
-    assert dirs.logs.is_dir()
     assert len(str(dirs.runtime / "redis.sock").encode()) < 108
 
 
