@@ -8,15 +8,23 @@ then takes the torch kernels.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import structlog
+
 from engine.kernels import KernelsUnavailableError
+
+log = structlog.get_logger()
 
 _SOURCES = Path(__file__).parent / "native"
 _FLAGS = ["-O3", "-march=native", "-fPIC", "-shared", "-pthread", "-Wno-psabi"]
@@ -38,7 +46,6 @@ def _compiled() -> Path:
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         raise KernelsUnavailableError("no C compiler: install gcc")
-    sources = sorted(_SOURCES.glob("*.c"))
     version = _run([compiler, "--version"])
     digest = hashlib.sha256("\n".join([version, _processor(), *_FLAGS]).encode())
     for source in sorted(_SOURCES.iterdir()):
@@ -48,16 +55,39 @@ def _compiled() -> Path:
     library = directory / name
     if library.is_file():
         return library
-    # To a name of its own, then renamed: two engines that start together both succeed.
-    with tempfile.NamedTemporaryFile(dir=directory, suffix=".so", delete=False) as file:
+    with _one_at_a_time(directory / "compiling.lock"):
+        if not library.is_file():
+            _compile(compiler, library)
+    return library
+
+
+def _compile(compiler: str, library: Path) -> None:
+    log.info("compiling_kernels", compiler=compiler, to=str(library))
+    # To a name of its own, then renamed: a killed compiler leaves nothing that looks like a library.
+    with tempfile.NamedTemporaryFile(dir=library.parent, suffix=".so", delete=False) as file:
         made = Path(file.name)
     try:
-        _run([compiler, *_FLAGS, *map(str, sources), "-o", str(made), "-lm"])
+        _run([compiler, *_FLAGS, *map(str, sorted(_SOURCES.glob("*.c"))), "-o", str(made), "-lm"])
         made.chmod(0o755)
         made.replace(library)
     finally:
         made.unlink(missing_ok=True)
-    return library
+
+
+@contextmanager
+def _one_at_a_time(path: Path) -> Iterator[None]:
+    """Engines that start together wait for the first one's compiler instead of running their own."""
+    deadline = time.monotonic() + _COMPILE_TIMEOUT_S
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise KernelsUnavailableError(f"another process has held {path} for too long: end it") from None
+                time.sleep(0.1)
+        yield
 
 
 def _cache_directory() -> Path:
