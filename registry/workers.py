@@ -136,8 +136,17 @@ class WorkerRegistry:
         try:
             async with asyncio.timeout(2 * self._call_timeout_s):
                 yield
+                _raise_if_cancelled()
         except (exceptions.RedisError, OSError, TimeoutError) as error:
             raise RegistryUnavailable(f"Redis at {self._url}: {error or type(error).__name__}") from error
+
+
+def _raise_if_cancelled() -> None:
+    """redis-py sends in asyncio.wait_for, which before Python 3.12 swallows a cancellation that comes with the result;
+    whoever calls in a loop would then go on for ever."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _record_key(worker_id: str) -> str:

@@ -137,3 +137,20 @@ async def test_a_full_redis_is_an_error_of_its_own_type(registry: WorkerRegistry
         client.config_set("maxmemory-policy", "noeviction")
     with pytest.raises(RegistryUnavailable):
         await registry.register(record(), 30)
+
+
+async def test_a_cancellation_is_never_swallowed(registry: WorkerRegistry) -> None:
+    """Whenever it comes, also together with an answer: a loop of calls ends."""
+    await registry.register(record(), 30)
+
+    async def heartbeats() -> None:
+        while True:
+            await registry.heartbeat(record(), 30)
+            await registry.list_workers()
+
+    for i in range(300):
+        beating = asyncio.create_task(heartbeats())
+        await asyncio.sleep(i * 1e-5)
+        beating.cancel()
+        done, _ = await asyncio.wait([beating], timeout=10)
+        assert done, f"cancelled after {i * 10} us, it goes on"
