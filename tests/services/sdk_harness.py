@@ -1,0 +1,52 @@
+"""What the SDK's tests share: gateways on real gRPC ports in front of fake routers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import grpc
+from starlette.datastructures import State
+
+from gateway.app import create_app
+from gateway.config import GatewayConfig
+from gateway.grpc_service import serve_grpc
+from gateway.model import ServedModel
+from gateway.serving import Gateway
+from tests.services.gateway_harness import eventually
+
+
+@dataclass
+class SdkGateway:
+    """A gateway's gRPC half."""
+
+    address: str
+    gateway: Gateway
+    server: grpc.aio.Server
+
+    async def kill(self) -> None:
+        """As if the process had died: every stream breaks, the port is closed."""
+        await self.server.stop(None)
+
+    def metric(self, name: str, *labels: str) -> float:
+        return float(getattr(self.gateway.metrics, name).labels(*labels)._value.get())
+
+
+@contextlib.asynccontextmanager
+async def sdk_gateway(
+    model: ServedModel, routers: Sequence[str], *, port: int = 0, wait_up: bool = True, **settings: object
+) -> AsyncIterator[SdkGateway]:
+    """The real service in front of ``routers``, whose sessions are up."""
+    config = GatewayConfig(model="test", served_model_name=model.name, routers=tuple(routers), **settings)  # type: ignore[arg-type]
+    app = create_app(config, model)
+    state: State = app.state
+    gateway: Gateway = state.gateway
+    async with app.router.lifespan_context(app):
+        server, bound = await serve_grpc(gateway, "127.0.0.1", port)
+        try:
+            if wait_up:
+                await eventually(lambda: len(gateway.routers.alive) == len(routers))
+            yield SdkGateway(f"127.0.0.1:{bound}", gateway, server)
+        finally:
+            await server.stop(None)
