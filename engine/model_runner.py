@@ -45,7 +45,10 @@ class ModelRunner:
 
         self._kernels, slower_because = (kernels, "") if kernels else fastest_kernels(self.device)
         self._cpu_threads = CpuThreads(config.num_threads)
-        self._num_threads = 0
+        # Loading is bound by memory, and mostly happens while other processes start: threads that wait for each other's
+        # cores made it five times slower. ``run`` sets the number for computing.
+        self._num_threads = 1
+        self._kernels.set_num_threads(self._num_threads)
         with WeightReader(directory, self.dtype, self.device) as weights, torch.inference_mode():
             self._model = build_model(self.model_config, weights, self._kernels, self.max_model_len)
         self.num_blocks = _num_blocks(config, self.model_config, self.dtype, self.max_model_len)

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -27,8 +27,6 @@ class ChildSpec:
     argv: list[str]
     log: Path
     is_healthy: Callable[[], Awaitable[bool]]
-    environment: dict[str, str] = field(default_factory=dict)
-    """On top of ours; what the user has set already stays."""
 
 
 class Child:
@@ -54,7 +52,6 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**spec.environment, **os.environ},
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )

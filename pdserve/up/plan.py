@@ -23,9 +23,6 @@ from pdserve.up.settings import UpSettings
 LOCALHOST = "127.0.0.1"
 REDIS_SOCKET_NAME = "redis.sock"
 _LOWEST_PORT = 12_000
-# While everything loads at once, a second thread per engine makes loading five times slower (threads spin while they
-# wait for cores that other processes use). How many compute later is decided by the engines.
-_LOADING_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 _ROUTER_POLL_S = 0.2  # Redis is on this host: look often, so that new workers are met soon
 
 
@@ -51,17 +48,16 @@ def plan_cluster(settings: UpSettings, model: Path, redis_binary: Path | None, d
     num_prefill = 0 if settings.aggregated else settings.prefill
     ports = iter(free_ports(2 * (1 + num_prefill + settings.decode)))
 
-    def service(name: str, module: str, *flags: str, environment: dict[str, str] | None = None) -> int:
+    def service(name: str, module: str, *flags: str) -> int:
         port, metrics_port = next(ports), next(ports)
         argv = python_argv(module, "--host", LOCALHOST, "--port", str(port), "--metrics-port", str(metrics_port))
         argv += ["--redis", redis_url, *flags]
         is_healthy = partial(http_is_healthy, LOCALHOST, metrics_port)
-        specs.append(ChildSpec(name, argv, dirs.logs / f"{name}.log", is_healthy, environment or {}))
+        specs.append(ChildSpec(name, argv, dirs.logs / f"{name}.log", is_healthy))
         return port
 
     def worker(name: str, module: str, *flags: str) -> None:
-        flags = ("--model", str(model), "--worker-id", name, *flags, *_worker_flags(settings))
-        service(name, module, *flags, environment=_LOADING_ENVIRONMENT)
+        service(name, module, "--model", str(model), "--worker-id", name, *flags, *_worker_flags(settings))
 
     # The workers first: they take longest, and every process costs the ones after it a little.
     for i in range(num_prefill):

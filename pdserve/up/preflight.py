@@ -108,7 +108,7 @@ def make_directories() -> Directories:
             runtime = Path(tempfile.mkdtemp(prefix="pdserve-"))
         else:
             runtime.mkdir(mode=0o700)
-        for old in sorted(runs.iterdir())[:-_KEPT_RUNS]:
+        for old in sorted(runs.glob("[0-9]*-[0-9]*-[0-9]*"))[:-_KEPT_RUNS]:
             if not psutil.pid_exists(int(old.name.rpartition("-")[2])):
                 shutil.rmtree(old)
     except OSError as error:
