@@ -8,13 +8,14 @@ silent for ``silence_s``: it sends something after each step and twice a second 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -57,8 +58,9 @@ class EngineClient:
             socket.bind(address)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-        self._process: asyncio.subprocess.Process | None = None
-        self._exited: asyncio.Task[int] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        """The exit status."""
 
     @property
     def pid(self) -> int | None:
@@ -70,15 +72,7 @@ class EngineClient:
         Raises:
             EngineLost: it cannot.
         """
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            self._module,
-            encode_launch(self._launch),
-            stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,  # a Ctrl-C in the terminal is for the service, which ends the engine in order
-        )
-        self._exited = asyncio.create_task(self._process.wait())
+        self._spawn()
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
@@ -109,23 +103,39 @@ class EngineClient:
 
     async def stop(self) -> None:
         """End the process (terminate, then kill) and give everything back."""
-        if self._process is not None and self._exited is not None:
+        if self._process is not None:
             for end in (self._process.terminate, self._process.kill):
                 if self._exited.done():
                     break
-                with contextlib.suppress(ProcessLookupError):
-                    end()
+                end()
                 await asyncio.wait([self._exited], timeout=STOP_TIMEOUT_S)
         self._to_engine.close(linger=0)
         self._from_engine.close(linger=0)
         self._context.term()
         shutil.rmtree(self.directory, ignore_errors=True)
 
+    def _spawn(self) -> None:
+        """By vfork: a fork would run gRPC's fork handlers while its threads are at work, and that crashes the child."""
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-m", self._module, encode_launch(self._launch)],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C in the terminal is for the service, which ends the engine in order
+        )
+        loop = asyncio.get_running_loop()
+        pidfd = os.pidfd_open(process.pid)
+
+        def on_exit() -> None:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+            self._exited.set_result(process.wait())
+
+        loop.add_reader(pidfd, on_exit)
+
     async def _receive(self, timeout_s: float) -> EngineReady | StepOutputs | PeerFrame:
-        assert self._exited is not None
-        receiving = asyncio.ensure_future(self._from_engine.recv())
+        receiving: asyncio.Future[Any] = asyncio.ensure_future(self._from_engine.recv())
+        waiting: list[asyncio.Future[Any]] = [receiving, self._exited]
         try:
-            await asyncio.wait([receiving, self._exited], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not receiving.done() and self._exited.done():
                 await asyncio.wait([receiving], timeout=0.1)  # its last words
             if not receiving.done():
