@@ -1,7 +1,8 @@
 """The KV blocks of one engine: who refers to which, and which free ones still hold a reusable prefix.
 
 Owns reference counts, the prefix index (block hash -> block) and the order of eviction. Knows ids and hashes only: not
-the memory (``kv_cache``), not requests. Called by the scheduler; every operation is O(1) a block.
+the memory (``kv_cache``), not requests. Called by the scheduler; every operation is O(1) a block. Each change of the
+prefix index is an event in ``events``.
 
                  allocate                    free (no hash)
     free ---------------------> used ------------------------> free
@@ -18,6 +19,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from engine.kv_events import KVEventLog
+
 
 class BlockPool:
     """Block ids 0 .. num_blocks-1."""
@@ -26,6 +29,7 @@ class BlockPool:
         if num_blocks < 1:
             raise ValueError(f"num_blocks={num_blocks}: the KV pool needs at least one block; give it more memory")
         self.num_blocks = num_blocks
+        self.events = KVEventLog()
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._block_of_hash: dict[bytes, int] = {}
@@ -90,13 +94,14 @@ class BlockPool:
             block_ids.append(block_id)
         return block_ids
 
-    def register(self, block_id: int, block_hash: bytes) -> None:
+    def register(self, block_id: int, block_hash: bytes, parent: bytes = b"") -> None:
         """Publish a full, computed block. When its content is published already, this copy just stays private."""
         if self._ref_counts[block_id] == 0:
             raise ValueError(f"block {block_id} is not in use and cannot be published")
         if self._hashes[block_id] is None and block_hash not in self._block_of_hash:
             self._hashes[block_id] = block_hash
             self._block_of_hash[block_hash] = block_id
+            self.events.stored(block_hash, parent)
 
     def free(self, block_table: Sequence[int]) -> None:
         """Drop one reference to each block of a table, or of its tail. Published ones stay cached until evicted."""
@@ -110,6 +115,10 @@ class BlockPool:
                     self._free.append(block_id)
                 else:
                     self._cached[block_id] = None
+
+    def announce_all(self) -> None:
+        """Put a snapshot of the prefix index into ``events``."""
+        self.events.snapshot(self._block_of_hash)
 
     def check_invariants(self) -> None:
         """Raises AssertionError when the books do not balance. O(num_blocks): for tests and idle moments."""
@@ -129,5 +138,6 @@ class BlockPool:
         block_hash = self._hashes[block_id]
         assert block_hash is not None
         del self._block_of_hash[block_hash]
+        self.events.removed(block_hash)
         self._hashes[block_id] = None
         return block_id

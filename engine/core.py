@@ -165,7 +165,11 @@ class EngineCore:
     def take_news(self) -> StepOutputs:
         """What there is to say already, without a step: a first token that came with its KV does not wait for one."""
         outputs, self._news = self._news, []
-        return StepOutputs(outputs=outputs)
+        return StepOutputs(outputs=outputs, kv_events=self.scheduler.pool.events.take())
+
+    def announce_kv(self) -> None:
+        """The next news say of every block in the prefix cache that it is there."""
+        self.scheduler.pool.announce_all()
 
     def has_work(self) -> bool:
         """False when ``step()`` would have nothing to do before the next message or ``next_deadline_s()``."""

@@ -3,7 +3,8 @@
 Owns the message types; no behaviour. Torch-free, so that the service may import it.
 
     service                                   engine process
-       |  AddRequest, AbortRequests, Drain       |
+       |  AddRequest, AbortRequests, Drain,      |
+       |  SendKVSnapshot                         |
        |  PeerFrame, PeerAlive, PeerLost ------> |   one step: schedule, run, update
        | <------ EngineReady (once)              |
        | <------ StepOutputs (one per step)      |   also every 0.5 s when idle: it is the engine's heartbeat
@@ -125,7 +126,11 @@ class Drain(msgspec.Struct, tag="drain"):
     """Finish what runs, refuse what comes."""
 
 
-ToEngine = AddRequest | AbortRequests | PeerFrame | PeerAlive | PeerLost | Drain
+class SendKVSnapshot(msgspec.Struct, tag="kv_snapshot"):
+    """Say again which blocks are cached: KVEvents that begin with BlocksCleared come soon."""
+
+
+ToEngine = AddRequest | AbortRequests | PeerFrame | PeerAlive | PeerLost | Drain | SendKVSnapshot
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -207,11 +212,37 @@ class EngineStats(msgspec.Struct, omit_defaults=True):
     """D: transfers whose first segment arrived before the prefill ended (streaming happened)."""
 
 
+class BlocksStored(msgspec.Struct, omit_defaults=True, tag="stored"):
+    """These blocks can be reused from now on. A chain after ``parent``, if that is not empty."""
+
+    parent: bytes
+    block_hashes: list[bytes]
+
+
+class BlocksRemoved(msgspec.Struct, omit_defaults=True, tag="removed"):
+    block_hashes: list[bytes]
+
+
+class BlocksCleared(msgspec.Struct, omit_defaults=True, tag="cleared"):
+    """No block is there."""
+
+
+KVEvent = BlocksStored | BlocksRemoved | BlocksCleared
+
+
+class KVEvents(msgspec.Struct):
+    """Changes of the prefix cache, numbered without gaps from 1 for each incarnation of an engine (engine.kv_events)."""
+
+    first_seq: int
+    events: list[KVEvent]
+
+
 class StepOutputs(msgspec.Struct, omit_defaults=True, tag="outputs"):
     """All news of one step."""
 
     outputs: list[RequestOutput] = []
     stats: EngineStats | None = None
+    kv_events: KVEvents | None = None
 
 
 class EngineReady(msgspec.Struct, kw_only=True, tag="ready"):

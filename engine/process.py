@@ -40,6 +40,7 @@ from engine.messages import (
     PeerAlive,
     PeerFrame,
     PeerLost,
+    SendKVSnapshot,
     ToEngine,
 )
 
@@ -145,13 +146,15 @@ class EngineProcess:
             self._receive(engine)
         if engine.handoff is not None:
             engine.handoff.poll()
-            if (news := engine.core.take_news()).outputs:
+            news = engine.core.take_news()
+            if news.outputs or news.kv_events:
                 self._send(news)
         outputs = engine.core.step()
         now_s = time.monotonic()
         # What the counters say at the end of a burst must not wait for the heartbeat.
         went_idle = had_work and not engine.core.has_work()
-        if not outputs.outputs and not went_idle and now_s < self._next_heartbeat_s:
+        is_news = outputs.outputs or outputs.kv_events
+        if not is_news and not went_idle and now_s < self._next_heartbeat_s:
             return
         if went_idle or now_s >= min(self._next_stats_s, self._next_heartbeat_s):
             outputs.stats = engine.core.stats()
@@ -187,6 +190,8 @@ class EngineProcess:
                 core.abort(request_ids, reason)
             case Drain():
                 core.drain()
+            case SendKVSnapshot():
+                core.announce_kv()
             case PeerFrame() | PeerAlive() | PeerLost() if handoff is None:
                 log.warning("peer_message_dropped", peer=message.peer, why="this engine takes part in no hand-off")
             case PeerFrame(peer=peer, payload=payload):

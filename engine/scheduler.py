@@ -372,7 +372,8 @@ class Scheduler:
             return
         hashes = self._hash_blocks(request, end)
         for index in range(start // self.block_size, min(end // self.block_size, len(hashes))):
-            self.pool.register(request.block_table[index], hashes[index])
+            parent = hashes[index - 1] if index else root_hash(self.model_fingerprint, request.cache_salt)
+            self.pool.register(request.block_table[index], hashes[index], parent)
             self._queue(self.inflight.published(hashes[index]))
 
     # --- tokens ---
