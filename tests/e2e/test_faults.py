@@ -1,4 +1,4 @@
-"""kill -9 of every part during requests: an answer or a typed error before the deadline, nothing leaks, and it serves again."""
+"""kill -9 of every part during requests: an answer or a typed error before its deadline, no leak, and it serves again."""
 
 from __future__ import annotations
 
@@ -91,7 +91,9 @@ def wait_ready(cluster: Cluster, prompt: list[int]) -> None:
     wait_until("the cluster serves again", serves, 60)
 
 
-def run_with_fault(cluster: Cluster, prompt: list[int], fault, concurrency: int = 4, delay_s: float = 0.4) -> list[httpx.Response]:
+def run_with_fault(
+    cluster: Cluster, prompt: list[int], fault, concurrency: int = 4, delay_s: float = 0.4
+) -> list[httpx.Response]:
     """Requests in flight, then the fault; every one of them must come back."""
     with ThreadPoolExecutor(concurrency) as pool:
         futures: list[Future[httpx.Response]] = [
@@ -182,7 +184,9 @@ def test_client_gone(cluster: Cluster, prompt: list[int]) -> None:
 def test_deadline(cluster: Cluster, prompt: list[int]) -> None:
     """A request that cannot make its deadline ends with a typed error, and frees everything."""
     body = {"model": "test-model", "prompt": [8, *prompt], "max_tokens": 2000, "ignore_eos": True}
-    response = httpx.post(f"{cluster.url}/v1/completions", json=body, headers={"x-request-timeout-s": "1.5"}, timeout=30)
+    response = httpx.post(
+        f"{cluster.url}/v1/completions", json=body, headers={"x-request-timeout-s": "1.5"}, timeout=30
+    )
     assert response.status_code == 504, response.text
     assert response.json()["error"]["code"]
     cluster.assert_no_leak()

@@ -12,7 +12,9 @@ SEEDED = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "max_tokens": 40}
 
 @pytest.fixture(scope="module")
 def long_prompt(oracle) -> list[int]:
-    return oracle.chat_ids("Tell me what happens in this text. " + "The ship left the harbour at dawn and nobody waved. " * 60)
+    return oracle.chat_ids(
+        "Tell me what happens in this text. " + "The ship left the harbour at dawn and nobody waved. " * 60
+    )
 
 
 def test_segments_leave_while_the_prompt_is_computed(tmp_path, model_dir, long_prompt) -> None:

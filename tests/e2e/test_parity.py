@@ -1,4 +1,4 @@
-"""Greedy fp32 output equals transformers token for token: aggregated and apart, alone and together, whatever the chunks."""
+"""Greedy fp32 output equals transformers token for token: aggregated and apart, alone and together, any chunks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from tests.e2e.oracle import Oracle
 MAX_TOKENS = 128
 
 
-def assert_parity(oracle: Oracle, prompts: list[list[int]], answers: list[Answer], expected: list[list[int]], name: str) -> None:
+def assert_parity(
+    oracle: Oracle, prompts: list[list[int]], answers: list[Answer], expected: list[list[int]], name: str
+) -> None:
     for i, (prompt, answer, want) in enumerate(zip(prompts, answers, expected, strict=True)):
         oracle.assert_same(prompt, answer.token_ids, want, f"{name} prompt {i}")
         assert answer.finish_reason == ("stop" if answer.token_ids[-1] == oracle.eos else "length")
@@ -73,4 +75,3 @@ def test_small_pool(tmp_path, model_dir, oracle, prompts, expected, apart: bool)
         if apart:
             assert total(cluster, "decode", "pdserve_transfers_done_total") >= len(some)
         cluster.assert_no_leak()
-

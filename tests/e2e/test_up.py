@@ -18,7 +18,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.cluster import free_port, wait_until
+from pdserve.up.plan import free_ports
+from tests.e2e.cluster import wait_until
 
 START_TIMEOUT_S = 120.0
 SMALL = ("--kv-cache-bytes", str(128 << 20))
@@ -68,8 +69,9 @@ class Up:
 
 @contextmanager
 def running_up(tmp_path: Path, *flags: str) -> Iterator[Up]:
-    port = free_port()
-    argv = [sys.executable, "-m", "pdserve.cli", "up", "--port", str(port), *SMALL, *flags]
+    port, grpc_port = free_ports(2)
+    argv = [sys.executable, "-m", "pdserve.cli", "up", "--port", str(port), "--grpc-port", str(grpc_port)]
+    argv += [*SMALL, *flags]
     output_file = tmp_path / "output"
     with output_file.open("wb") as output:
         process = subprocess.Popen(argv, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
@@ -83,6 +85,11 @@ def running_up(tmp_path: Path, *flags: str) -> Iterator[Up]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(timeout=10)
+
+
+def port_flags() -> list[str]:
+    port, grpc_port = free_ports(2)
+    return ["--port", str(port), "--grpc-port", str(grpc_port)]
 
 
 def fail_up(*flags: str, **environment: str) -> str:
@@ -180,7 +187,7 @@ def test_a_child_that_dies_while_starting_is_one_line(model_dir: Path, tmp_path:
     config = json.loads((model_dir / "config.json").read_text()) | {"architectures": ["NoSuchModelForCausalLM"]}
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps(config))
-    line = fail_up("--port", str(free_port()), "--model", str(tmp_path))
+    line = fail_up(*port_flags(), "--model", str(tmp_path))
     named = re.search(r"(prefill-0|decode-0) exited with \d+ while starting; its log: (\S+)\n$", line)
     assert named, line
     assert "NoSuchModelForCausalLM" in Path(named[2]).read_text()
@@ -193,9 +200,9 @@ def test_a_port_in_use_is_one_line() -> None:
 
 def test_an_unwritable_cache_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert "set PDSERVE_CACHE" in fail_up("--port", str(free_port()), PDSERVE_CACHE=str(tmp_path / "file"))
+    assert "set PDSERVE_CACHE" in fail_up(*port_flags(), PDSERVE_CACHE=str(tmp_path / "file"))
 
 
 def test_too_little_memory_is_one_line() -> None:
-    line = fail_up("--port", str(free_port()), "--prefill", "4", "--kv-cache-bytes", str(1 << 50))
+    line = fail_up(*port_flags(), "--prefill", "4", "--kv-cache-bytes", str(1 << 50))
     assert "too little memory: 5 engines" in line
