@@ -1,4 +1,4 @@
-"""kill -9 of every part during requests: an answer or a typed error before its deadline, no leak, and it serves again."""
+"""kill -9 of every part during requests: an answer or a typed error in time, no leak, and it serves again."""
 
 from __future__ import annotations
 
