@@ -3,13 +3,13 @@
 No phases: each step hands out a budget of tokens, and each request's ``num_computed_tokens`` chases its ``num_tokens``.
 A decode is a chunk of one token. Blocks for all known tokens are taken at admission, later ones one by one.
 
-    order of a step:  running (decodes, then unfinished prefills) -> preempted -> waiting, until the budget, the seats
-                      (max_num_seqs) or the blocks run out; requests of P then ask for tickets, one step ahead
+    order of a step:  running (decodes, then unfinished prefills) -> preempted -> granted -> waiting, until the budget,
+                      the seats (max_num_seqs) or the blocks run out; then requests of P ask for tickets, one step ahead
 
     waiting          may be admitted                      ticket desk     P: needs its receiver's ticket first
-    preempted        gave its blocks up, goes first       inflight        held back: its prefix is being computed now
+    preempted        gave its blocks up, goes first       granted         P: has it; the receiver keeps room meanwhile
     running          holds blocks, computes               holding         P: prefill done, hand-off open
-    waiting_for_kv   D: nothing or reserved blocks        deadlines       every request
+    waiting_for_kv   D: nothing or reserved blocks        inflight        held back: its prefix is being computed now
 
 Owns these queues, the block pool and the finish conditions. Knows nothing of devices, processes or transfers. Called by
 ``EngineCore`` only. ``update()`` ignores items of requests that ended or were preempted since ``schedule()``.
@@ -52,6 +52,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.running = RequestQueue()
         self.preempted = RequestQueue()
+        self.granted = RequestQueue()
         self.waiting = RequestQueue()
         self.waiting_for_kv: dict[str, Request] = {}
         self.reserved: dict[str, Request] = {}
@@ -82,8 +83,8 @@ class Scheduler:
         """From any state: nothing of the request remains here."""
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
-        self.waiting.remove(request)
-        self.preempted.remove(request)
+        for queue in (self.waiting, self.granted, self.preempted):
+            queue.remove(request)
         self.waiting_for_kv.pop(request.request_id, None)
         self.holding.pop(request.request_id, None)
         self.inflight.forget(request)
@@ -115,7 +116,9 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """False when schedule() could not give any request a token nor ask for a ticket."""
-        return bool(self.running or (not self._stuck and (self.waiting or self.preempted or self.desk.queue)))
+        if self.running:
+            return True
+        return not self._stuck and bool(self.waiting or self.granted or self.preempted or self.desk.queue)
 
     @property
     def num_queued(self) -> int:
@@ -160,7 +163,7 @@ class Scheduler:
             request = self.desk.queue.head()
             if len(self.running) + len(self.reserved) + self.desk.num_pledged >= self._seats:
                 break
-            if self.waiting and not self.waiting.head().has_ticket and self.waiting.head().order < request.order:
+            if self.waiting and self.waiting.head().order < request.order:
                 break
             cached, blocks = self._match(request)
             if self._hold(request, len(cached)):
@@ -270,21 +273,21 @@ class Scheduler:
         for request in requests:
             if request.status is RequestStatus.PREEMPTED:
                 self.preempted.push(request)
-            elif request.sends_kv and not request.has_ticket:
-                self.desk.queue.push(request)
+            elif request.sends_kv:
+                (self.granted if request.has_ticket else self.desk.queue).push(request)
             else:
                 self.waiting.push(request)
             self._stuck = False
 
     def _admit_next(self, now_s: float) -> Request | None:
         """The next request in order gets its blocks and runs. None: it and all behind it must wait."""
-        while queue := self.preempted or self.waiting:
+        while queue := self.preempted or self.granted or self.waiting:
             request = queue.head()
             cached, blocks = self._match(request)
             if self._hold(request, len(cached)):
                 queue.remove(request)
                 continue
-            if blocks > self._room() - (0 if request.has_ticket else self.desk.pledged_blocks):
+            if blocks > self._room() - (self.desk.pledged_blocks if queue is self.waiting else 0):
                 return None
             queue.remove(request)
             self._take_blocks(request, cached, math.ceil(request.num_tokens / self.block_size))

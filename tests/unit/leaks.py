@@ -31,6 +31,7 @@ def assert_no_leak(core: EngineCore) -> None:
     assert not scheduler.requests
     assert not scheduler.running
     assert not scheduler.preempted
+    assert not scheduler.granted
     assert not scheduler.waiting
     assert not scheduler.waiting_for_kv
     assert not scheduler.reserved

@@ -161,6 +161,17 @@ def test_p_asks_only_for_what_fits_and_holds_nothing_meanwhile() -> None:
     assert cluster.end("p", "local").finish_reason is FinishReason.LENGTH
 
 
+def test_a_granted_request_runs_before_a_more_urgent_one_that_has_to_wait_for_it() -> None:
+    cluster = Cluster({"num_blocks": 8})
+    cluster.add("granted", range(30), 1, priority=5)
+    cluster.step("p")
+    cluster.link.deliver()
+    cluster.p.add(make_message("urgent", [9] * 8, 1, priority=-5))
+    cluster.run()
+    assert len(cluster.tokens("granted")) == 1
+    assert cluster.end("p", "urgent").finish_reason is FinishReason.LENGTH
+
+
 def test_busy_defers_one_request_and_blocks_no_other() -> None:
     cluster = Cluster({"num_blocks": 64}, {"num_blocks": 8})
     cluster.add("large", [1] * 20, 4, ignore_eos=True)
