@@ -34,6 +34,10 @@ class EngineConfig:
     """Prefill: part of the pool that requests of one decode worker may hold, so that a stuck one cannot take it all."""
     layer_group_size: int = 8
     """Layers whose KV leaves as one segment while the next ones are computed."""
+    gpu_memory_utilization: float = 0.9
+    """CUDA: part of the device's memory that weights, activations and the KV pool may take together."""
+    async_scheduling: bool = True
+    """Where the runner can: launch a step before the results of the one before are read."""
     num_threads: int | None = None
     """Compute threads; None: the host's cores divided by the engines on it."""
 
@@ -45,6 +49,8 @@ class EngineConfig:
             )
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ValueError(f"dtype={self.dtype!r} is not supported: use auto, float32, bfloat16 or float16")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1")
         if not 0 < self.max_peer_pool_fraction <= 1:
             raise ValueError(f"max_peer_pool_fraction={self.max_peer_pool_fraction} must be above 0 and at most 1")
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting_requests", "layer_group_size"):

@@ -6,6 +6,12 @@ the hand-off (``engine.handoff``) is attached from outside.
 
     step():  end expired requests -> schedule -> ask for tickets -> run -> update -> news
 
+A runner that can ``launch`` has one step in flight: step n+1 is scheduled and launched while n runs, then n's results
+are read. The one token that n draws for a request is not known then; the runner feeds it to n+1 by itself, and what
+n+1 computes for a request that this token ended is thrown away.
+
+    step():  end expired requests -> schedule n+1 -> launch n+1 -> result of n -> update n -> news
+
 Nothing is refused by an exception or by silence: each request added ends with exactly one ``RequestOutput`` that has a
 ``finish_reason``, in the outputs of some ``step()``. Calls that name an ended request do nothing (it may have ended
 while the caller's message was on its way); only ``reserve_kv``, ``write_kv`` and ``kv_ready``, whose caller would go on
@@ -16,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from engine.admission import EngineLimits, Refusal, find_refusal
 from engine.batch import SampledBatch, ScheduledBatch
@@ -72,6 +78,23 @@ class Runner(Protocol):
     def run(self, batch: ScheduledBatch, on_layers: Callable[[int, int], None] | None = None) -> SampledBatch: ...
 
 
+class PendingStep(Protocol):
+    """A launched step."""
+
+    def result(self) -> SampledBatch:
+        """Waits for the device. Called once, in the order of launches."""
+        ...
+
+
+@runtime_checkable
+class AsyncRunner(Runner, Protocol):
+    """A runner whose steps overlap with the host. At most two are launched and not read."""
+
+    def launch(self, batch: ScheduledBatch, on_layers: Callable[[int, int], None] | None = None) -> PendingStep:
+        """As ``run``, without waiting. An input token that is not known yet is the one its request drew last."""
+        ...
+
+
 class EngineCore:
     """``sender`` and ``receiver`` may be set after construction (they call the core), but before the first ``add``."""
 
@@ -93,6 +116,8 @@ class EngineCore:
         )
         self.limits = EngineLimits(runner.num_blocks, config.block_size, runner.max_model_len, runner.vocab_size)
         self.draining = False
+        self._launch = runner.launch if config.async_scheduling and isinstance(runner, AsyncRunner) else None
+        self._in_flight: tuple[ScheduledBatch, PendingStep] | None = None
         self._clock = clock
         self._arrivals = 0
         self._news: list[RequestOutput] = []
@@ -147,20 +172,36 @@ class EngineCore:
         scheduler = self.scheduler
         for request in scheduler.expired(now_s):
             self._end_open(request, FinishReason.TIMEOUT, error_message="the request's deadline passed")
+        if self._in_flight is not None and scheduler.must_settle():
+            self._read(*self._in_flight)
+            self._in_flight = None
         batch = scheduler.schedule(now_s)
         for request in scheduler.ask_for_tickets(now_s):
             assert self.sender is not None
             self.sender.want_ticket(request)
+        if self._launch is None:
+            if batch.items:
+                self._take(batch, self.runner.run(batch, self._stream_kv(batch)))
+            return self.take_news()
+        before, self._in_flight = self._in_flight, None
         if batch.items:
-            sampled = self.runner.run(batch, self._stream_kv(batch))
-            for output in scheduler.update(batch, sampled, self._clock()):
-                request_or_none = scheduler.holding.get(output.request_id)
-                if request_or_none is None:
-                    self._news.append(output)
-                else:
-                    assert self.sender is not None
-                    self.sender.prefill_ended(request_or_none, output)
+            scheduler.launched(batch)
+            self._in_flight = (batch, self._launch(batch, self._stream_kv(batch)))
+        if before is not None:
+            self._read(*before)
         return self.take_news()
+
+    def _read(self, batch: ScheduledBatch, pending: PendingStep) -> None:
+        self._take(batch, pending.result())
+
+    def _take(self, batch: ScheduledBatch, sampled: SampledBatch) -> None:
+        for output in self.scheduler.update(batch, sampled, self._clock()):
+            request = self.scheduler.holding.get(output.request_id)
+            if request is None:
+                self._news.append(output)
+            else:
+                assert self.sender is not None
+                self.sender.prefill_ended(request, output)
 
     def take_news(self) -> StepOutputs:
         """What there is to say already, without a step: a first token that came with its KV does not wait for one."""
@@ -173,7 +214,7 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """False when ``step()`` would have nothing to do before the next message or ``next_deadline_s()``."""
-        return bool(self._news) or self.scheduler.has_work()
+        return bool(self._news) or self._in_flight is not None or self.scheduler.has_work()
 
     def next_deadline_s(self) -> float | None:
         """time.monotonic of the next thing that only the clock brings about."""

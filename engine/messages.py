@@ -62,6 +62,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_tokens: int = 0
     ignore_eos: bool = False
 
+    @property
+    def uses_history(self) -> bool:
+        """Whether the values of the tokens drawn before change the next one's odds."""
+        return self.repetition_penalty != 1.0 or bool(self.presence_penalty or self.frequency_penalty)
+
 
 class SendKV(msgspec.Struct, frozen=True, tag="send_kv"):
     """This request's KV goes to a decode worker (gRPC address, identity); it stops after its first token."""

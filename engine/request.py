@@ -82,6 +82,11 @@ class Request:
     first_output: RequestOutput | None = None
     """P: what ended the prefill, kept until the hand-off ends."""
 
+    num_pending_tokens: int = 0
+    """Drawn by steps in flight, so not known here yet: at most one when a step is scheduled."""
+    last_step: int = 0
+    """The newest step that was launched with it."""
+
     ticket_asked_s: float | None = None
     handoff_wait_s: float = 0.0
     first_scheduled_s: float | None = None

@@ -13,6 +13,10 @@ A decode is a chunk of one token. Blocks for all known tokens are taken at admis
 
 Owns these queues, the block pool and the finish conditions. Knows nothing of devices, processes or transfers. Called by
 ``EngineCore`` only. ``update()`` ignores items of requests that ended or were preempted since ``schedule()``.
+
+With a step in flight (``launched`` and not yet ``update``d) requests are scheduled past it: its tokens count as computed
+and the one it draws as known. Blocks it writes are freed only when it is over. ``must_settle`` says when the next
+``schedule()`` has to wait for it.
 """
 
 from __future__ import annotations
@@ -67,6 +71,10 @@ class Scheduler:
         self._step = 0
         self._stuck = False
         """The last schedule() found nothing that could run, and nothing happened since."""
+        self._launched_step = 0
+        self._settled_step = 0
+        self._freed_later: list[tuple[int, list[int]]] = []
+        """(step that still writes into them, blocks)."""
 
     # --- requests come and go ---
 
@@ -110,9 +118,9 @@ class Scheduler:
 
     def next_deadline_s(self) -> float | None:
         """When ``expired`` or ``schedule`` will have something to do by the clock alone."""
-        retry_s = self.desk.next_retry_s()
+        desk_s = self.desk.next_due_s()
         deadlines = [self._deadlines[0][0]] if self._deadlines else []
-        return min(deadlines + ([retry_s] if retry_s is not None else []), default=None)
+        return min(deadlines + ([desk_s] if desk_s is not None else []), default=None)
 
     def has_work(self) -> bool:
         """False when schedule() could not give any request a token nor ask for a ticket."""
@@ -129,15 +137,19 @@ class Scheduler:
 
     def schedule(self, now_s: float) -> ScheduledBatch:
         self._step += 1
-        if self.desk.requeue_due(now_s):
+        if self.desk.take_due(now_s):
             self._stuck = False
         budget = self.config.max_num_batched_tokens
         items: list[ScheduledItem] = []
         prefills = []
         for request in list(self.running):
-            if request.num_tokens - request.num_computed_tokens > 1:
+            if self._tokens_left(request) > 1:
                 prefills.append(request)
-            elif request.status is RequestStatus.RUNNING and self._grow(request):
+            elif (
+                request.status is RequestStatus.RUNNING
+                and not (request.num_pending_tokens and self._is_last(request))
+                and self._grow(request)
+            ):
                 budget -= self._put(items, request, 1)
         for request in prefills:
             if budget and request.status is RequestStatus.RUNNING:
@@ -152,16 +164,33 @@ class Scheduler:
         self._stuck = not items
         return ScheduledBatch(items, self._step)
 
+    def launched(self, batch: ScheduledBatch) -> None:
+        """The batch is on its way: the next ``schedule()`` may come before its ``update()``."""
+        self._launched_step = batch.step
+        for item in batch.items:
+            item.request.num_computed_tokens = item.start + item.num_tokens
+            item.request.num_pending_tokens += item.needs_sample
+            item.request.last_step = batch.step
+
+    def must_settle(self) -> bool:
+        """Whether the step in flight has to be ``update``d first: a preemption or a token's value may be needed."""
+        growing = 0
+        for request in self.running:
+            if request.num_pending_tokens and request.sampling.uses_history:
+                return True
+            growing += request.num_computed_tokens >= len(request.block_table) * self.block_size
+        return growing > self.pool.num_available
+
     def ask_for_tickets(self, now_s: float) -> list[Request]:
         """After schedule(): the requests that ask now, so that their tickets are here for the next step."""
         asking: list[Request] = []
         if not self.desk.queue:
             return asking
         # This step's work and the next one's.
-        tokens_ahead = sum(r.num_tokens - r.num_computed_tokens for r in self.running) + self.desk.pledged_tokens
+        tokens_ahead = sum(r.num_tokens - r.num_computed_tokens for r in self.running) + self.desk.tokens_ahead
         while self.desk.queue and tokens_ahead < 2 * self.config.max_num_batched_tokens:
             request = self.desk.queue.head()
-            if len(self.running) + len(self.reserved) + self.desk.num_pledged >= self._seats:
+            if len(self.running) + len(self.reserved) + self.desk.num_ahead >= self._seats:
                 break
             if self.waiting and self.waiting.head().order < request.order:
                 break
@@ -174,7 +203,7 @@ class Scheduler:
             if blocks > self._room() - self.desk.pledged_blocks:
                 break
             tokens = request.num_tokens - len(cached) * self.block_size
-            self.desk.ask(request, blocks, tokens)
+            self.desk.ask(request, blocks, tokens, now_s)
             tokens_ahead += tokens
             if request.ticket_asked_s is None:
                 request.ticket_asked_s = now_s
@@ -183,6 +212,9 @@ class Scheduler:
 
     def update(self, batch: ScheduledBatch, sampled: SampledBatch, now_s: float) -> list[RequestOutput]:
         """The requests' outputs; those of requests that are HOLDING_KV now are for the sender, not for the client."""
+        if batch.step > self._launched_step:  # launched and over at once
+            self.launched(batch)
+        self._settle(batch.step)
         outputs = []
         counters = self.counters
         counters.steps_total += 1
@@ -192,9 +224,9 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING:
                 continue
             counters.prefill_chunks_total += item.start < request.num_prefill_tokens
-            request.num_computed_tokens = item.start + item.num_tokens
-            self._publish(request, item.start, request.num_computed_tokens)
+            self._publish(request, item.start, item.start + item.num_tokens)
             if token_id is not None:
+                request.num_pending_tokens -= 1
                 outputs.append(self._take_token(request, token_id, logprobs, now_s))
         return outputs
 
@@ -332,11 +364,20 @@ class Scheduler:
 
     def _free_blocks(self, request: Request) -> None:
         if request.block_table:
-            self.pool.free(request.block_table)
+            if request.last_step > self._settled_step:
+                self._freed_later.append((request.last_step, request.block_table))
+            else:
+                self.pool.free(request.block_table)
             request.block_table = []
             request.num_computed_tokens = 0
             self.reserved.pop(request.request_id, None)
             self._queue(self.inflight.give_up(request))
+
+    def _settle(self, step: int) -> None:
+        self._settled_step = step
+        while self._freed_later and self._freed_later[0][0] <= step:
+            self.pool.free(self._freed_later.pop(0)[1])
+            self._stuck = False
 
     def _grow(self, request: Request) -> bool:
         """Room for one more token. False when ``request`` itself had to give its blocks up."""
@@ -382,10 +423,21 @@ class Scheduler:
     # --- tokens ---
 
     @staticmethod
-    def _put(items: list[ScheduledItem], request: Request, max_tokens: int) -> int:
-        start = request.num_computed_tokens
-        num_tokens = min(max_tokens, request.num_tokens - start)
-        items.append(ScheduledItem(request, num_tokens, start, start + num_tokens == request.num_tokens))
+    def _tokens_left(request: Request) -> int:
+        return request.num_tokens + request.num_pending_tokens - request.num_computed_tokens
+
+    def _is_last(self, request: Request) -> bool:
+        """Whether the pending token ends the request, whatever it is."""
+        return (
+            request.sends_kv
+            or len(request.output_token_ids) + request.num_pending_tokens >= request.sampling.max_tokens
+            or request.num_tokens + request.num_pending_tokens >= self.max_model_len
+        )
+
+    def _put(self, items: list[ScheduledItem], request: Request, max_tokens: int) -> int:
+        left = self._tokens_left(request)
+        num_tokens = min(max_tokens, left)
+        items.append(ScheduledItem(request, num_tokens, request.num_computed_tokens, num_tokens == left))
         return num_tokens
 
     def _take_token(
