@@ -1,7 +1,7 @@
 """What a device must offer to the layers, and who offers it.
 
-A backend is an object with the four kernels of ``reference.py`` (same names, same arguments) and ``linear``, which
-takes over a weight in whatever form the device multiplies fastest. A new one is a module and a line in ``BACKENDS``.
+A backend is an object with the kernels of ``reference.py`` (same names, same arguments) and matrix products, which take
+over a weight in whatever form the device multiplies fastest. A new one is a module and a line in ``BACKENDS``.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ class Kernels(Protocol):
         """Take over ``weight`` [out, in] (and ``bias`` [out]), repacked if that helps. ``out_dtype``: None, its own."""
         ...
 
+    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """``silu(x @ gate.T) * (x @ up.T)``; ``weight`` [2 * out, in] is gate over up, ``bias`` likewise."""
+        ...
+
     def fused_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor: ...
 
     def rope_kv_write(
         self,

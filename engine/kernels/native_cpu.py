@@ -50,6 +50,7 @@ class _LinearArgs(ctypes.Structure):
         *((name, c_long) for name in ("rows", "outputs", "inputs")),
         ("bf16", c_int),
         ("out_bf16", c_int),
+        ("gated", c_int),
     )
 
 
@@ -97,14 +98,27 @@ class NativeKernels:
         self._set_threads(num_threads)
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> Linear:
-        outputs, inputs = weight.shape
-        if weight.dtype not in self._linear_dtypes or outputs % 16 or inputs % 2:
+        if weight.dtype not in self._linear_dtypes or weight.shape[0] % 16 or weight.shape[1] % 2:
             return self._torch.linear(weight, bias, out_dtype)
+        return self._pack(weight, bias, out_dtype or weight.dtype, gated=False)
+
+    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        if weight.dtype not in self._linear_dtypes or weight.shape[0] % 32 or weight.shape[1] % 2:
+            multiply = self.linear(weight, bias)
+            return lambda x: self.silu_and_mul(multiply(x))
+
+        def alternate(x: torch.Tensor) -> torch.Tensor:
+            return x.view(2, -1, 16, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
+
+        return self._pack(alternate(weight), None if bias is None else alternate(bias), weight.dtype, gated=True)
+
+    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, gated: bool) -> Linear:
+        outputs, inputs = weight.shape
         packed = torch.empty(-(-outputs // 64) * 64, inputs, dtype=weight.dtype)
         bf16 = weight.dtype == torch.bfloat16
         weight = weight.contiguous()
         self._pack_weight(byref(_PackArgs(weight.data_ptr(), packed.data_ptr(), outputs, inputs, bf16)))
-        return _NativeLinear(self._linear, packed, bias, outputs, out_dtype or weight.dtype)
+        return _NativeLinear(self._linear, packed, bias, outputs, out_dtype, gated)
 
     def fused_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
@@ -229,11 +243,12 @@ class _NativeLinear:
         bias: torch.Tensor | None,
         outputs: int,
         out_dtype: torch.dtype,
+        gated: bool,
     ) -> None:
         self._call = call
         self._weight = packed
         self._bias = None if bias is None else bias.float()
-        self._outputs = outputs
+        self._outputs = outputs // 2 if gated else outputs
         self._out_dtype = out_dtype
         self._args = _LinearArgs(
             weight=packed.data_ptr(),
@@ -242,6 +257,7 @@ class _NativeLinear:
             inputs=packed.shape[1],
             bf16=packed.dtype == torch.bfloat16,
             out_bf16=out_dtype == torch.bfloat16,
+            gated=gated,
         )
         self._args_ref = byref(self._args)
 

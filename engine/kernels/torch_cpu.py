@@ -40,6 +40,10 @@ class TorchKernels:
 
         return run
 
+    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        multiply = self.linear(weight, bias)
+        return lambda x: self.silu_and_mul(multiply(x))
+
     def fused_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:

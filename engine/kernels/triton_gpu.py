@@ -45,8 +45,18 @@ class TritonKernels:
         self._num_decodes = num_decodes
         self._cascade = cascade
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def set_num_threads(self, num_threads: int) -> None:
+        """Nothing to set: the work is the device's."""
+
+    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        multiply = self.linear(weight, bias)
+        return lambda x: self.silu_and_mul(multiply(x))
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> Linear:
         """Takes over ``weight`` [out, in]; it stays as it is."""
+        if out_dtype not in (None, weight.dtype):
+            multiply = self.linear(weight, bias)
+            return lambda x: multiply(x).to(out_dtype)
         fits = weight.shape[0] <= _SKINNY_OUTPUTS and weight.shape[1] % _SKINNY_TILING.block_k == 0
         if not fits or weight.dtype not in (torch.bfloat16, torch.float16) or weight.device.type != "cuda":
             return lambda x: F.linear(x, weight, bias)

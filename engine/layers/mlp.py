@@ -16,7 +16,7 @@ class GatedMLP:
         prefix = f"model.layers.{layer}.mlp."
         inner, hidden = config.intermediate_size, config.hidden_size
         halves = ("gate_proj", "up_proj")
-        self._gate_up = kernels.linear(
+        self._gate_up = kernels.gated_linear(
             torch.cat([weights.take(f"{prefix}{name}.weight", (inner, hidden)) for name in halves]),
             torch.cat([weights.take(f"{prefix}{name}.bias", (inner,)) for name in halves]) if config.mlp_bias else None,
         )
@@ -24,8 +24,7 @@ class GatedMLP:
             weights.take(f"{prefix}down_proj.weight", (hidden, inner)),
             weights.take(f"{prefix}down_proj.bias", (hidden,)) if config.mlp_bias else None,
         )
-        self._silu_and_mul = kernels.silu_and_mul
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""
-        return self._down(self._silu_and_mul(self._gate_up(x)))
+        return self._down(self._gate_up(x))

@@ -112,6 +112,17 @@ def test_linear(kernels, rows, outputs, inputs, bias, dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 5, 13, 40])
+@pytest.mark.parametrize(("outputs", "inputs"), [(96, 32), (48, 64), (24, 32), (64, 33)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gated_linear(kernels, rows, outputs, inputs, bias, dtype) -> None:
+    weight, x = random(2 * outputs, inputs, dtype=dtype), random(rows, inputs, dtype=dtype, seed=1)
+    b = random(2 * outputs, dtype=dtype, seed=2) if bias else None
+    gate_up = x.double() @ weight.double().T + (0 if b is None else b.double())
+    assert_near(kernels.gated_linear(weight, b)(x), reference.silu_and_mul(gate_up), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_native_results_do_not_depend_on_the_rest_of_the_batch(dtype) -> None:
     native = load_kernels("native")
     native.set_num_threads(2)

@@ -44,7 +44,11 @@ INLINE void store16(void *p, long i, v16 x, int bf16) {
         *(v16 *)((float *)p + i) = x;
         return;
     }
+#ifdef __AVX512BF16__
+    *(h16x *)((uint16_t *)p + i) = (h16x)_mm512_cvtneps_pbh((__m512)x);
+#else
     *(h16x *)((uint16_t *)p + i) = __builtin_convertvector(round_bf16(x), h16x);
+#endif
 }
 INLINE const void *at(const void *p, long i, int bf16) { return (const char *)p + (bf16 ? 2 : 4) * i; }
 INLINE long min_long(long a, long b) { return a < b ? a : b; }

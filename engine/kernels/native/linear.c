@@ -19,6 +19,7 @@ typedef struct {
     void *out;
     long rows, outputs, inputs;
     int bf16, out_bf16;
+    int gated;  // weights alternate, 16 gates and 16 ups: out[M, N/2] = silu(gate) * up
 } LinearArgs;
 
 typedef struct {
@@ -79,13 +80,19 @@ INLINE void tile(const int MR, const int NR, const LinearArgs *a, const i32 *x, 
     }
 #pragma GCC unroll 14
     for (int m = 0; m < MR; m++)
-#pragma GCC unroll 4
-        for (int n = 0; n < NR; n++) {
+#pragma GCC unroll 2
+        for (int n = 0; n < NR; n += 2) {
             long column = panel * 32 + n * 16;
             if (column >= a->outputs) continue;
-            v16 sum = acc[m][n];
-            if (a->bias) sum += *(const v16 *)(a->bias + column);
-            store16(a->out, (row + m) * a->outputs + column, sum, a->out_bf16);
+            v16 left = acc[m][n], right = acc[m][n + 1];
+            if (a->bias) left += *(const v16 *)(a->bias + column);
+            if (a->bias && column + 16 < a->outputs) right += *(const v16 *)(a->bias + column + 16);
+            if (a->gated) {
+                store16(a->out, (row + m) * (a->outputs / 2) + column / 2, left / (1.0f + vexp(-left)) * right, a->out_bf16);
+                continue;
+            }
+            store16(a->out, (row + m) * a->outputs + column, left, a->out_bf16);
+            if (column + 16 < a->outputs) store16(a->out, (row + m) * a->outputs + column + 16, right, a->out_bf16);
         }
 }
 
