@@ -1,6 +1,7 @@
-"""Who is in the fleet, as far as Redis knows (advisory)."""
+"""Who is in the fleet, and who owns which prefix, as far as Redis knows (advisory)."""
 
+from registry.connection import RegistryUnavailable
 from registry.record import WorkerLoad, WorkerRecord
-from registry.workers import RegistryUnavailable, StaleIncarnation, WorkerRegistry
+from registry.workers import StaleIncarnation, WorkerRegistry
 
 __all__ = ["RegistryUnavailable", "StaleIncarnation", "WorkerLoad", "WorkerRecord", "WorkerRegistry"]

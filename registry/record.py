@@ -35,4 +35,6 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     pool_tokens: int
     """Tokens that its KV pool holds: a longer prompt can never run there."""
     hash_block_tokens: int
+    block_size: int = 0
+    """Tokens of its blocks, a multiple of hash_block_tokens; 0: the same."""
     load: WorkerLoad = WorkerLoad()

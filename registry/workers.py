@@ -14,22 +14,14 @@ when Redis does not answer.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import msgspec
-from redis import exceptions
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
+from registry.connection import CALL_TIMEOUT_S, Connection
 from registry.record import WorkerRecord
 
-CALL_TIMEOUT_S = 1.0
 FENCE_TTL_S = 24 * 3600
-MAX_CONNECTIONS = 8
 
 _INDEX = "{pdserve}:workers"
 
@@ -60,10 +52,6 @@ return 0
 """
 
 
-class RegistryUnavailable(ConnectionError):
-    """Redis did not answer, or refused; go on with what is known."""
-
-
 class StaleIncarnation(Exception):
     """A newer incarnation of this worker has registered: this process is the old one and must stop serving."""
 
@@ -72,16 +60,8 @@ class WorkerRegistry:
     """Register a worker, or list all. One per process; close it."""
 
     def __init__(self, redis_url: str, *, call_timeout_s: float = CALL_TIMEOUT_S) -> None:
-        self._url = redis_url
-        self._call_timeout_s = call_timeout_s
-        self._redis: Redis = Redis.from_url(
-            redis_url,
-            socket_timeout=call_timeout_s,
-            socket_connect_timeout=call_timeout_s,
-            max_connections=MAX_CONNECTIONS,
-            retry=Retry(NoBackoff(), 0),
-            decode_responses=True,
-        )
+        self._connection = Connection(redis_url, call_timeout_s=call_timeout_s, decode_responses=True)
+        self._redis = self._connection.redis
         self._register = self._redis.register_script(_REGISTER)
         self._remove = self._redis.register_script(_REMOVE)
         self._prune = self._redis.register_script(_PRUNE)
@@ -93,7 +73,7 @@ class WorkerRegistry:
         """
         ttl_ms = max(1, round(ttl_s * 1000))
         payload = msgspec.json.encode(record)
-        async with self._call():
+        async with self._connection.call():
             newer = await self._register(
                 keys=_keys(record.worker_id),
                 args=[_digits(record.incarnation), payload, ttl_ms, FENCE_TTL_S, record.worker_id],
@@ -107,7 +87,7 @@ class WorkerRegistry:
 
         Raises StaleIncarnation, RegistryUnavailable.
         """
-        async with self._call():
+        async with self._connection.call():
             newer = await self._remove(keys=_keys(worker_id), args=[_digits(incarnation), worker_id])
         _raise_if_stale(worker_id, incarnation, newer)
 
@@ -116,7 +96,7 @@ class WorkerRegistry:
 
         Raises RegistryUnavailable.
         """
-        async with self._call():
+        async with self._connection.call():
             # redis-py types commands as "awaitable or value", for both of its clients
             worker_ids = sorted(cast("set[str]", await cast("Any", self._redis.smembers(_INDEX))))
             if not worker_ids:
@@ -129,24 +109,7 @@ class WorkerRegistry:
         return [record for text in texts if text is not None and (record := _decode(text)) is not None]
 
     async def close(self) -> None:
-        await self._redis.aclose()
-
-    @asynccontextmanager
-    async def _call(self) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(2 * self._call_timeout_s):
-                yield
-                _raise_if_cancelled()
-        except (exceptions.RedisError, OSError, TimeoutError) as error:
-            raise RegistryUnavailable(f"Redis at {self._url}: {error or type(error).__name__}") from error
-
-
-def _raise_if_cancelled() -> None:
-    """redis-py sends in asyncio.wait_for, which before Python 3.12 swallows a cancellation that comes with the result;
-    whoever calls in a loop would then go on for ever."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
+        await self._connection.close()
 
 
 def _record_key(worker_id: str) -> str:
