@@ -1,7 +1,7 @@
 """A client of Redis (6 or newer, or Valkey) whose calls are all bounded in time and fail with one type of error.
 
-``redis://``, ``rediss://`` (TLS) and ``unix://``, with a user and password in the URL where there are ACLs. A user needs
-``~{pdserve}:*`` and the commands that ``registry/workers.py`` and ``registry/ownership.py`` name; for example
+``redis://``, ``rediss://`` (TLS) and ``unix://``, with a user and password in the URL where there are ACLs. A user
+needs the keys ``{pdserve}:*`` and the commands of ``registry/workers.py`` and ``registry/ownership.py``; for example
 
     ACL SETUSER pdserve on >SECRET ~{pdserve}:* -@all +@read +@write +@scripting +@connection
 """

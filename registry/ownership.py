@@ -1,6 +1,6 @@
 """Who owns which prefix, in Redis: for each worker the blocks in its cache, and the latest changes as a stream.
 
-Owns the keys below. A worker writes its own (``publish``, ``renew``, ``forget``), routers read (``tail``, ``head``,
+Owns the keys below. A worker writes its own (``publish``, ``renew``, ``forget``), routers read (``tail``, ``heads``,
 ``blocks``, ``read``). Redis is advisory: without it routers go on with what they know, and workers say everything again
 when it is back.
 
@@ -14,8 +14,8 @@ Both expire OWNERSHIP_TTL_S after their worker's last sign. To delete a worker i
 publication is one script, applied once however often it is sent: events that are in already are skipped, events that
 would leave a gap are refused, and after a flush everything is a gap, so the worker begins anew (Cleared, then all).
 
-A router: ``tail`` (the id of the last entry), ``head`` and ``blocks``, then ``read`` from that tail on. What was written
-in between is read twice, which does no harm: events say what is, not what is different.
+A router: ``tail`` (the id of the last entry), ``heads`` and ``blocks``, then ``read`` from that tail on. What was
+written in between is read twice, which does no harm: events say what is, not what is different.
 
 Commands: HMGET HSET HDEL HSCAN XADD XREAD XREVRANGE UNLINK PEXPIRE EVALSHA SCRIPT LOAD.
 """
