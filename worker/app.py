@@ -3,7 +3,7 @@
     routers == Generation.Session ==> SessionServer --> WorkerService --.
     peers   == KVHandoff.Stream ====> HandoffServicer (decode) ----------+--> EngineSupervisor == ZeroMQ ==> engine
     peers   <= KVHandoff.Stream ===== HandoffClient (prefill) ----------'
-    Redis   <-- Registration          StatusServer: /metrics, /health, /live
+    Redis   <-- Registration, KVPublisher    StatusServer: /metrics, /health, /live
 
 Never imports torch: Python work here must not delay a step, nor a step delay a heartbeat.
 """
@@ -20,11 +20,21 @@ import structlog
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from engine.messages import AbortRequests, AddRequest, EngineReady, PeerAlive, PeerFrame, PeerLost, StepOutputs
+from engine.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineReady,
+    PeerAlive,
+    PeerFrame,
+    PeerLost,
+    SendKVSnapshot,
+    StepOutputs,
+)
 from pdserve.channel import Servicer, serve
 from pdserve.identity import new_identity
 from pdserve.session_server import SessionServer
 from registry import StaleIncarnation, WorkerLoad, WorkerRecord, WorkerRegistry
+from registry.ownership import Ownership
 from telemetry import logs
 from telemetry.http import StatusServer
 from telemetry.metrics import EngineMetrics, WorkerMetrics
@@ -33,6 +43,7 @@ from worker.engine_client import EngineLost
 from worker.engine_supervisor import EngineSupervisor
 from worker.handoff_client import HandoffClient
 from worker.handoff_servicer import HandoffServicer
+from worker.kv_publisher import KVPublisher
 from worker.launch import EngineLaunch
 from worker.registration import Registration
 from worker.service import WorkerService
@@ -67,6 +78,8 @@ class WorkerApp:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
 
+        ownership = Ownership(config.redis_url)
+        self._publisher = KVPublisher(ownership, config.worker_id, lambda: self._supervisor.send(SendKVSnapshot()))
         self._supervisor = EngineSupervisor(config.engine_module, self, silence_s=config.engine_silence_s)
         self._service = WorkerService(self._to_engine, self._metrics)
         self._sessions = SessionServer(self._identity, self._service, load=self._service.load)
@@ -90,6 +103,7 @@ class WorkerApp:
         tasks = {
             asyncio.create_task(self._supervisor.run(self._launch()), name="engine"),
             asyncio.create_task(self._registration.run(), name="registration"),
+            asyncio.create_task(self._publisher.run(), name="kv events"),
         }
         stopped = asyncio.create_task(stop.wait(), name="signal")
         try:
@@ -98,6 +112,7 @@ class WorkerApp:
         finally:
             self._sessions.draining = True
             await self._registration.leave()
+            await self._publisher.leave()
             await self._handoff_client.close()
             self._handoff_servicer.close_all()
             for task in {*tasks, stopped}:
@@ -114,10 +129,12 @@ class WorkerApp:
 
     def new_incarnation(self, launch: EngineLaunch) -> None:
         self._identity = launch.identity()
+        self._publisher.new_incarnation(launch.incarnation)
         self._sessions.identity = self._handoff_servicer.identity = self._handoff_client.identity = self._identity
 
     def engine_ready(self, ready: EngineReady) -> None:
         self._sessions.draining = False
+        self._publisher.engine_ready(ready.num_blocks)
         self._handoff_servicer.not_ready = None
         self._registration.changed()
         log.info(
@@ -134,6 +151,8 @@ class WorkerApp:
     def engine_said(self, message: StepOutputs | PeerFrame) -> None:
         if isinstance(message, StepOutputs):
             self._service.take(message)
+            if message.kv_events is not None:
+                self._publisher.take(message.kv_events)
             if message.stats is not None:
                 self._engine_metrics.update(message.stats)
                 self._metrics.sessions.set(len(self._sessions.sessions))
@@ -189,6 +208,7 @@ class WorkerApp:
             max_model_len=ready.max_model_len,
             pool_tokens=ready.num_blocks * ready.block_size,
             hash_block_tokens=ready.hash_block_tokens,
+            block_size=ready.block_size,
             load=WorkerLoad(
                 running=load.running,
                 waiting=load.waiting,
