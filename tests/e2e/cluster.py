@@ -266,7 +266,8 @@ def running(
     cluster = Cluster(directory, model)
     try:
         cluster.add_redis()
-        cluster.add_router("router", *router_flags)
+        expected = ("--min-prefill-workers", str(prefill), "--min-decode-workers", str(decode))
+        cluster.add_router("router", *expected, *router_flags)
         for i in range(prefill):
             cluster.add_worker(f"prefill-{i}", *worker_flags, *prefill_flags)
         role = ("--role", "decode" if prefill else "aggregated")
