@@ -14,7 +14,7 @@ A decode is a chunk of one token. Blocks for all known tokens are taken at admis
 Owns these queues, the block pool and the finish conditions. Knows nothing of devices, processes or transfers. Called by
 ``EngineCore`` only. ``update()`` ignores items of requests that ended or were preempted since ``schedule()``.
 
-With a step in flight (``launched`` and not yet ``update``d) requests are scheduled past it: its tokens count as computed
+With a step in flight (``launched``, not yet ``update``d) requests are scheduled past it: its tokens count as computed
 and the one it draws as known. Blocks it writes are freed only when it is over. ``must_settle`` says when the next
 ``schedule()`` has to wait for it.
 """

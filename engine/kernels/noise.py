@@ -55,3 +55,11 @@ def _lowbias32(x: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
     x *= np.uint32(0x846CA68B)
     x ^= x >> np.uint32(16)
     return x
+
+
+def splitmix64_array(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """``_splitmix64`` of many words; ``splitmix64_array(splitmix64_array(seeds) + positions)`` are their keys."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
