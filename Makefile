@@ -26,8 +26,9 @@ check: .venv/dev.stamp  ## lint, format, types, who imports whom, generated code
 	$(PYTHON_BIN)/lint-imports
 	$(PYTHON_BIN)/python scripts/proto.py --check
 
-bench: .venv/dev.stamp  ## engines on the CPU, side by side
-	$(PYTHON_BIN)/python -m bench.cpu_engines $(ARGS)
+bench: .venv/dev.stamp  ## load on a cluster of this host (ARGS: flags of `pdserve bench serve`), then engines side by side
+	$(PYTHON_BIN)/python -m bench.local_serve $(ARGS)
+	$(PYTHON_BIN)/python -m bench.cpu_engines
 
 proto: .venv/dev.stamp  ## generate pdserve/v1 from protos/
 	$(PYTHON_BIN)/python scripts/proto.py
@@ -44,5 +45,5 @@ clean:  ## remove the virtual environment and the tools' caches
 	@touch $@
 
 .venv/dev.stamp: pyproject.toml scripts/setup.sh
-	@scripts/setup.sh serve,dev
+	@scripts/setup.sh serve,bench,dev
 	@touch .venv/serve.stamp $@

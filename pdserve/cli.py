@@ -6,6 +6,7 @@ Owns flags and their texts, no behaviour. The services keep their own command li
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+_BENCHES = {"serve": "bench.serve", "engines": "bench.cpu_engines", "kernels": "bench.kernels"}
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -113,6 +115,16 @@ def prefill(context: typer.Context) -> None:
 def decode(context: typer.Context) -> None:
     """Run a decode worker (its own flags: pdserve decode --help)."""
     _exec("decode_service", context.args)
+
+
+@app.command(context_settings=_PASS_ON)
+def bench(context: typer.Context, what: Annotated[str, typer.Argument(help=", ".join(_BENCHES))]) -> None:
+    """Measure: `pdserve bench serve --help` is the load generator."""
+    if what not in _BENCHES:
+        _fail(f"no benchmark {what!r}; there are {', '.join(_BENCHES)}")
+    if importlib.util.find_spec("bench") is None:
+        _fail("the benchmarks are not installed: run this from the repository, after `pip install -e '.[bench]'`")
+    _exec(_BENCHES[what], context.args)
 
 
 def _exec(module: str, args: list[str]) -> NoReturn:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes the virtual environment .venv and installs pdserve into it. Called by make; `scripts/setup.sh EXTRAS`.
 #
-# EXTRAS: serve, or serve,dev. PYTHON=python3.12 chooses the interpreter. Needs no root, no GPU, no Redis.
+# EXTRAS: serve, or serve,bench,dev. PYTHON=python3.12 chooses the interpreter. Needs no root, no GPU, no Redis.
 # Without a GPU, a CPU build of torch is installed where one can be had: the CUDA build is some gigabytes larger.
 set -euo pipefail
 cd "$(dirname "$0")/.."
