@@ -10,27 +10,35 @@ nor there; what it will take from the pool is counted as pledged from asking on,
              +-------------------------------------------------+
 
 The cap: requests of one receiver may take ``max_peer_blocks`` of the pool together (or one request, if larger), so that
-a receiver that takes its KV slowly, or never, cannot take the pool from the others. Called by the scheduler.
+a receiver that takes its KV slowly, or never, cannot take the pool from the others. A receiver that does not answer
+(stopped, cut off) does not make the others wait either: after ``ANSWER_PATIENCE_S`` its requests do not count as work
+ahead any more. Called by the scheduler.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from dataclasses import dataclass
 
 from engine.messages import SendKV
 from engine.request import Request
 from engine.request_queue import RequestQueue
 
+ANSWER_PATIENCE_S = 0.5
+"""A receiver answers between two of its steps."""
+
 
 @dataclass(slots=True)
 class _Claim:
-    """What a request takes from the pool (``blocks``), or will take (``pledged``)."""
+    """What a request takes from the pool, or will take (``is_pledged``)."""
 
     peer_id: str
     blocks: int
     tokens: int
-    pledged: bool = True
+    is_pledged: bool = True
+    is_ahead: bool = True
+    """Expected to run soon, so that no more need to ask."""
 
 
 def _peer_id(request: Request) -> str:
@@ -46,17 +54,19 @@ class TicketDesk:
         self._deferred: dict[str, Request] = {}
         self._retries: list[tuple[float, str]] = []
         """A heap; an entry is stale when its request is no longer in ``_deferred``."""
+        self._overdue: deque[tuple[float, str]] = deque()
+        """When to stop counting on an answer, oldest first; stale when its request is no longer in ``_asked``."""
         self._parked: dict[str, RequestQueue] = {}
         self._claims: dict[str, _Claim] = {}
         self._blocks_of_peer: dict[str, int] = {}
-        self.num_pledged = 0
         self.pledged_blocks = 0
-        self.pledged_tokens = 0
+        self.num_ahead = 0
+        self.tokens_ahead = 0
 
     def is_empty(self) -> bool:
         return not (
             self.queue or self._asked or self._deferred or self._parked or self._claims or self._blocks_of_peer
-        ) and (self.num_pledged, self.pledged_blocks, self.pledged_tokens) == (0, 0, 0)
+        ) and (self.pledged_blocks, self.num_ahead, self.tokens_ahead) == (0, 0, 0)
 
     def park_if_over_cap(self, request: Request, blocks: int) -> bool:
         """Set the queued ``request`` aside if its receiver's share is used up. Whether it was."""
@@ -68,15 +78,16 @@ class TicketDesk:
         self._parked.setdefault(peer_id, RequestQueue()).push(request)
         return True
 
-    def ask(self, request: Request, blocks: int, tokens: int) -> None:
-        """The queued ``request`` asks now; ``blocks`` of the pool and ``tokens`` of compute are pledged to it."""
+    def ask(self, request: Request, blocks: int, tokens: int, now_s: float) -> None:
+        """The queued ``request`` asks; ``blocks`` of the pool are pledged to it, and its ``tokens`` are work ahead."""
         self.queue.remove(request)
         self._asked[request.request_id] = request
+        self._overdue.append((now_s + ANSWER_PATIENCE_S, request.request_id))
         self._claims[request.request_id] = _Claim(_peer_id(request), blocks, tokens)
         self._count(_peer_id(request), blocks)
         self.pledged_blocks += blocks
-        self.pledged_tokens += tokens
-        self.num_pledged += 1
+        self.num_ahead += 1
+        self.tokens_ahead += tokens
         self._queue_parked(_peer_id(request))
 
     def granted(self, request: Request) -> bool:
@@ -92,12 +103,19 @@ class TicketDesk:
         heapq.heappush(self._retries, (retry_at_s, request.request_id))
         return True
 
-    def next_retry_s(self) -> float | None:
-        return self._retries[0][0] if self._retries else None
+    def next_due_s(self) -> float | None:
+        """When ``take_due`` will have something to do."""
+        times = [self._retries[0][0]] if self._retries else []
+        return min(times + ([self._overdue[0][0]] if self._overdue else []), default=None)
 
-    def requeue_due(self, now_s: float) -> bool:
-        """Whether any deferred request may ask again."""
+    def take_due(self, now_s: float) -> bool:
+        """Queue deferred requests whose time has come, count on late answers no more. Whether others may ask now."""
         due = False
+        while self._overdue and self._overdue[0][0] <= now_s:
+            request_id = self._overdue.popleft()[1]
+            if request_id in self._asked:
+                self._not_ahead(self._claims[request_id])
+                due = True
         while self._retries and self._retries[0][0] <= now_s:
             request = self._deferred.pop(heapq.heappop(self._retries)[1], None)
             if request is not None:
@@ -129,11 +147,16 @@ class TicketDesk:
         self._queue_parked(claim.peer_id)
 
     def _drop_pledge(self, claim: _Claim) -> None:
-        if claim.pledged:
-            claim.pledged = False
+        self._not_ahead(claim)
+        if claim.is_pledged:
+            claim.is_pledged = False
             self.pledged_blocks -= claim.blocks
-            self.pledged_tokens -= claim.tokens
-            self.num_pledged -= 1
+
+    def _not_ahead(self, claim: _Claim) -> None:
+        if claim.is_ahead:
+            claim.is_ahead = False
+            self.num_ahead -= 1
+            self.tokens_ahead -= claim.tokens
 
     def _count(self, peer_id: str, blocks: int) -> None:
         total = self._blocks_of_peer.get(peer_id, 0) + blocks

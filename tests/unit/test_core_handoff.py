@@ -150,7 +150,7 @@ def test_p_asks_only_for_what_fits_and_holds_nothing_meanwhile() -> None:
     for index in range(4):
         cluster.p.add(make_message(f"r{index}", [index] * 12, 2, handoff=send_kv(f"d{index}")))
     cluster.step("p")
-    assert cluster.p.scheduler.desk.num_pledged == 2, "6 of 8 blocks are pledged: a third prompt would not fit"
+    assert cluster.p.scheduler.desk.num_ahead == 2, "6 of 8 blocks are pledged: a third prompt would not fit"
     assert cluster.p.scheduler.pool.num_used == 0
     cluster.p.add(make_message("local", [9] * 8, 1))
     cluster.step("p")
@@ -213,7 +213,7 @@ def test_a_stuck_receiver_cannot_take_the_pool() -> None:
     # As one of its requests ends, those ask that fit in its place, and no more.
     cluster.p.abort(["s0"], "client")
     cluster.step("p")
-    assert cluster.p.scheduler.desk.num_pledged == 2
+    assert cluster.p.scheduler.desk.num_ahead == 2
     cluster.link.wire.clear()
     message = cluster.add("r", range(9), 3, ignore_eos=True)
     for _ in range(6):
@@ -225,6 +225,32 @@ def test_a_stuck_receiver_cannot_take_the_pool() -> None:
     cluster.clock.now_s += 6.0
     cluster.run()
     assert {cluster.end("p", m.request_id).finish_reason for m in stuck[1:]} == {FinishReason.TIMEOUT}
+
+
+def test_a_receiver_that_does_not_answer_makes_the_others_wait_for_a_moment_only() -> None:
+    cluster = Cluster({"num_blocks": 64, "max_num_batched_tokens": 16})
+    cluster.p.add(make_message("mute", range(40), 2, handoff=send_kv("mute"), timeout_s=50.0))
+    cluster.step("p")
+    cluster.link.wire.clear()
+    message = cluster.add("r", range(9), 3, ignore_eos=True)
+    cluster.step("p")
+    assert not cluster.link.wire, "two steps of work lie ahead"
+    due_s = cluster.p.next_deadline_s()
+    assert due_s == pytest.approx(cluster.clock.now_s + 0.5, abs=0.05)
+    cluster.clock.now_s = due_s
+    for _ in range(8):
+        cluster.step("p")
+        cluster.link.deliver()
+        cluster.step("d")
+    assert cluster.tokens("r") == oracle(message, 64)[0]
+    # An answer that comes late is still one.
+    cluster.p.grant_ticket("mute", 0)
+    for _ in range(4):
+        cluster.step("p")
+    assert cluster.p.scheduler.requests["mute"].status is RequestStatus.HOLDING_KV
+    cluster.link.wire.clear()
+    cluster.p.release_kv("mute", None)
+    cluster.run()
 
 
 def test_d_leaves_room_for_those_that_run() -> None:
