@@ -99,6 +99,7 @@ class TicketDesk:
         if self._asked.pop(request.request_id, None) is None:
             return False
         self._drop_claim(request)
+        self._queue_parked(_peer_id(request))
         self._deferred[request.request_id] = request
         heapq.heappush(self._retries, (retry_at_s, request.request_id))
         return True
@@ -137,6 +138,8 @@ class TicketDesk:
         self.queue.remove(request)
         self._remove_parked(_peer_id(request), request)
         self._drop_claim(request)
+        # Also when it had no claim: it may have been the one that was to bring the next.
+        self._queue_parked(_peer_id(request))
 
     def _drop_claim(self, request: Request) -> None:
         claim = self._claims.pop(request.request_id, None)
@@ -144,7 +147,6 @@ class TicketDesk:
             return
         self._drop_pledge(claim)
         self._count(claim.peer_id, -claim.blocks)
-        self._queue_parked(claim.peer_id)
 
     def _drop_pledge(self, claim: _Claim) -> None:
         self._not_ahead(claim)

@@ -227,6 +227,21 @@ def test_a_stuck_receiver_cannot_take_the_pool() -> None:
     assert {cluster.end("p", m.request_id).finish_reason for m in stuck[1:]} == {FinishReason.TIMEOUT}
 
 
+def test_parked_requests_are_not_forgotten_when_the_next_in_line_ends() -> None:
+    cluster = Cluster({"num_blocks": 8})
+    for index in range(4):
+        cluster.p.add(make_message(f"r{index}", [index] * 16, 1, handoff=send_kv()))
+    cluster.step("p")
+    assert cluster.p.scheduler.desk.num_ahead == 1, "the others are parked"
+    cluster.p.abort(["r0"], "client")
+    cluster.p.abort(["r1"], "client")
+    cluster.step("p")
+    assert cluster.p.scheduler.desk.num_ahead == 1
+    cluster.link.wire.clear()
+    cluster.p.abort(["r2", "r3"], "client")
+    cluster.run()
+
+
 def test_a_receiver_that_does_not_answer_makes_the_others_wait_for_a_moment_only() -> None:
     cluster = Cluster({"num_blocks": 64, "max_num_batched_tokens": 16})
     cluster.p.add(make_message("mute", range(40), 2, handoff=send_kv("mute"), timeout_s=50.0))
