@@ -38,7 +38,7 @@ class ModelRunner:
         directory = resolve_model(config.model)
         self.model_config: ModelConfig = load_model_config(directory)
         self.dtype = getattr(torch, self.model_config.dtype if config.dtype == "auto" else config.dtype)
-        self.max_model_len = _max_model_len(config, self.model_config)
+        self.max_model_len = longest_request(config, self.model_config)
         self.model_fingerprint = model_fingerprint(directory, self.model_config)
         self.eos_token_ids = list(self.model_config.eos_token_ids)
         self.vocab_size = self.model_config.vocab_size
@@ -61,7 +61,7 @@ class ModelRunner:
             dtype=self.dtype,
             device=self.device,
         )
-        self._sampler = Sampler(self.vocab_size, self.eos_token_ids)
+        self._sampler = Sampler(self.eos_token_ids)
         log.info(
             "model_loaded",
             model=config.model,
@@ -116,7 +116,7 @@ class ModelRunner:
         return after_layer
 
 
-def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+def longest_request(config: EngineConfig, model: ModelConfig) -> int:
     if config.max_model_len is None:
         return model.max_position_embeddings
     if not 0 < config.max_model_len <= model.max_position_embeddings:

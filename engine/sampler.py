@@ -13,6 +13,7 @@ tokens tied with the last one that a cut keeps are kept too, so a cut never depe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,130 +26,86 @@ from engine.request import Request
 
 Floats = npt.NDArray[np.float32]
 
+# Noise lies between -2.82 (u = 1 - 2^-24) and 22.88 (u = 2^-33): a score so far below the best one cannot win.
+_NEVER_DRAWN = -25.8
+
 
 class Sampler:
-    """Stateless but for what the model says: its end-of-sequence ids and the size of its vocabulary."""
+    """Stateless but for what the model says: its end-of-sequence ids."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, eos_token_ids: Sequence[int]) -> None:
         self._eos_token_ids = list(eos_token_ids)
-        self._all_ids = np.arange(vocab_size, dtype=np.uint32)
 
     def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> tuple[list[int], list[TokenLogprobs | None]]:
         """``logits`` [R, vocab_size] of R requests; may be overwritten. One token and, if asked for, logprobs each."""
-        changed = [row for row, request in enumerate(requests) if self._changes_logits(request)]
-        logits = logits.float()
-        for row in changed:
-            self._process(logits[row], requests[row])
-        token_ids: list[int] = logits.argmax(dim=-1).tolist()
-        drawn = [row for row, request in enumerate(requests) if request.sampling.temperature > 0]
-        if drawn:
-            for row, token_id in zip(drawn, self._draw(logits[drawn], [requests[row] for row in drawn]), strict=True):
-                token_ids[row] = token_id
+        # numpy: its argmax, exp and log are several times faster than torch's on one core.
+        rows: Floats = logits.float().numpy(force=True)
+        for row, request in zip(rows, requests, strict=True):
+            self._process(row, request)
+        token_ids: list[int] = rows.argmax(axis=-1).tolist()
         logprobs: list[TokenLogprobs | None] = [None] * len(requests)
-        for row, request in enumerate(requests):
+        for i, request in enumerate(requests):
+            if request.sampling.temperature > 0:
+                token_ids[i] = self._draw(rows[i], rows[i, token_ids[i]], request)
             if request.sampling.logprobs is not None:
-                logprobs[row] = _logprobs(logits[row], token_ids[row], request.sampling.logprobs)
+                logprobs[i] = _logprobs(rows[i], token_ids[i], request.sampling.logprobs)
         return token_ids, logprobs
 
-    def _masked_ids(self, request: Request) -> list[int]:
-        """What would end the request before its ``min_tokens``."""
-        sampling = request.sampling
-        if len(request.output_token_ids) >= sampling.min_tokens:
-            return []
-        return sampling.stop_token_ids + ([] if sampling.ignore_eos else self._eos_token_ids)
-
-    def _changes_logits(self, request: Request) -> bool:
-        sampling = request.sampling
-        return bool(
-            sampling.logit_bias
-            or sampling.repetition_penalty != 1.0
-            or sampling.presence_penalty
-            or sampling.frequency_penalty
-            or self._masked_ids(request)
-        )
-
-    def _process(self, row: torch.Tensor, request: Request) -> None:
+    def _process(self, row: Floats, request: Request) -> None:
         """Bias, penalties and mask, in place."""
-        sampling = request.sampling
+        sampling, output = request.sampling, request.output_token_ids
         if sampling.logit_bias:
-            ids = torch.tensor(list(sampling.logit_bias), device=row.device)
-            row[ids] += torch.tensor(list(sampling.logit_bias.values()), device=row.device)
+            row[list(sampling.logit_bias)] += np.array(list(sampling.logit_bias.values()), np.float32)
         if sampling.repetition_penalty != 1.0:
-            seen = np.unique(np.asarray(request.prompt_token_ids + request.output_token_ids, np.int64))
-            ids = torch.from_numpy(seen).to(row.device)
-            score = row[ids]
-            row[ids] = torch.where(score > 0, score / sampling.repetition_penalty, score * sampling.repetition_penalty)
-        if (sampling.frequency_penalty or sampling.presence_penalty) and request.output_token_ids:
-            used, counts = np.unique(np.asarray(request.output_token_ids, np.int64), return_counts=True)
-            penalty = counts.astype(np.float32) * sampling.frequency_penalty + np.float32(sampling.presence_penalty)
-            row[torch.from_numpy(used).to(row.device)] -= torch.from_numpy(penalty.astype(np.float32)).to(row.device)
-        masked = self._masked_ids(request)
-        if masked:
-            row[torch.tensor(masked, device=row.device)] = float("-inf")
+            penalty = np.float32(sampling.repetition_penalty)
+            seen = np.unique(request.prompt_token_ids + output)
+            row[seen] = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
+        if output and (sampling.frequency_penalty or sampling.presence_penalty):
+            used, counts = np.unique(output, return_counts=True)
+            row[used] -= (counts * sampling.frequency_penalty + sampling.presence_penalty).astype(np.float32)
+        if len(output) < sampling.min_tokens:
+            row[sampling.stop_token_ids + ([] if sampling.ignore_eos else self._eos_token_ids)] = -np.inf
 
-    def _draw(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
-        """Rows with a temperature; ``logits`` is theirs alone and overwritten."""
-        temperatures = torch.tensor([[request.sampling.temperature] for request in requests], device=logits.device)
-        logits /= temperatures
-        best = logits.max(dim=-1, keepdim=True).values
-        logits -= best  # the best token is at 0 now: exp() cannot overflow, min_p is a constant cut
-        weights = logits.exp()
-        totals = weights.sum(dim=-1).tolist()
-        cuts = self._first_cuts(logits, [request.sampling for request in requests])
-        drawn = []
-        for row, request in enumerate(requests):
-            scores, odds = logits[row].numpy(force=True), weights[row].numpy(force=True)
-            drawn.append(self._draw_row(scores, odds, totals[row], cuts[row], request))
-        return drawn
-
-    def _first_cuts(self, scores: torch.Tensor, sampling: Sequence[SamplingParams]) -> list[float]:
-        """Per row, the score of the ``top_k``-th token (-inf: no such cut). One partial sort for all rows."""
-        vocab_size = scores.shape[-1]
-        limited = [row for row, params in enumerate(sampling) if 0 < params.top_k < vocab_size]
-        cuts = [float("-inf")] * len(sampling)
-        if limited:
-            most = max(sampling[row].top_k for row in limited)
-            highest = torch.topk(scores[limited], most, dim=-1).values
-            at = torch.tensor([[sampling[row].top_k - 1] for row in limited], device=scores.device)
-            for row, cut in zip(limited, highest.gather(1, at).squeeze(1).tolist(), strict=True):
-                cuts[row] = cut
-        return cuts
-
-    def _draw_row(self, scores: Floats, odds: Floats, total: float, cut: float, request: Request) -> int:
-        """``odds`` is exp(scores), ``total`` their sum; ``cut`` the lowest score that top_k keeps."""
+    def _draw(self, row: Floats, best: np.float32, request: Request) -> int:
+        """One token of the softmax of ``row`` / temperature, after the cuts. ``best`` is the row's maximum."""
         sampling = request.sampling
-        ids = self._all_ids
-        if cut > float("-inf"):
-            ids = np.flatnonzero(scores >= np.float32(cut)).astype(np.uint32)
+        scores = row - best  # the best token is at 0: exp() cannot overflow, min_p is a constant cut
+        scores /= np.float32(sampling.temperature)
+        cut = _NEVER_DRAWN
+        if 0 < sampling.top_k < len(scores):
+            cut = max(cut, float(np.partition(scores, len(scores) - sampling.top_k)[-sampling.top_k]))
+        ids = np.flatnonzero(scores >= cut)
         if sampling.top_p < 1.0:
-            if ids is self._all_ids:
-                # All tokens below this together hold less than 1 - top_p: none of them is needed, so few are sorted.
-                floor = (1.0 - sampling.top_p) * total / len(odds)
-                ids = np.flatnonzero(odds >= min(floor, 1.0)).astype(np.uint32)
-            else:
-                total = float(odds[ids].sum(dtype=np.float64))
-            ids = _nucleus(ids, odds[ids], sampling.top_p * total)
+            ids = _nucleus(ids, scores, sampling)
+        kept = scores[ids]
         if sampling.min_p > 0.0:
-            ids = ids[odds[ids] >= sampling.min_p]
-        position = len(request.output_token_ids)
-        noisy = scores[ids] + gumbel_noise(sampling.seed, position, ids)
-        return int(ids[noisy.argmax()])
+            ids = ids[kept >= math.log(sampling.min_p)]
+            kept = scores[ids]
+        kept += gumbel_noise(sampling.seed, len(request.output_token_ids), ids.astype(np.uint32))
+        return int(ids[kept.argmax()])
 
 
-def _nucleus(ids: npt.NDArray[np.uint32], odds: Floats, needed: float) -> npt.NDArray[np.uint32]:
-    """The likeliest of ``ids``, as few as together hold ``needed``; at least one."""
-    falling = np.sort(odds)[::-1]
+def _nucleus(ids: npt.NDArray[np.int64], scores: Floats, sampling: SamplingParams) -> npt.NDArray[np.int64]:
+    """The likeliest of ``ids``, as few as together hold ``top_p`` of their weight; at least one."""
+    weights = np.exp(scores[ids])
+    total = float(weights.sum(dtype=np.float64))
+    # All tokens below this together hold less than 1 - top_p: none of them is needed, so few are sorted.
+    likely = weights >= min(1.0, (1.0 - sampling.top_p) * total / len(weights))
+    falling = np.sort(weights[likely])[::-1]
     held = np.cumsum(falling, dtype=np.float64)
-    last = min(int(np.searchsorted(held, needed)), len(falling) - 1)
-    kept: npt.NDArray[np.uint32] = ids[odds >= falling[last]]
+    last = min(int(np.searchsorted(held, sampling.top_p * total)), len(falling) - 1)
+    kept: npt.NDArray[np.int64] = ids[weights >= falling[last]]
     return kept
 
 
-def _logprobs(row: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:
+def _logprobs(row: Floats, token_id: int, num_top: int) -> TokenLogprobs:
     """Of the processed logits of one request."""
-    norm = torch.logsumexp(row, dim=-1)
-    logprob = float(row[token_id] - norm)
+    best = float(row.max())
+    norm = best + math.log(float(np.exp(row - np.float32(best)).sum(dtype=np.float64)))
+    logprob = float(row[token_id]) - norm
     if not num_top:
         return TokenLogprobs(logprob=logprob)
-    values, ids = torch.topk(row, num_top)
-    return TokenLogprobs(logprob=logprob, top_token_ids=ids.tolist(), top_logprobs=(values - norm).tolist())
+    num_top = min(num_top, len(row))
+    ids = np.flatnonzero(row >= np.partition(row, len(row) - num_top)[-num_top])
+    ids = ids[np.argsort(-row[ids], kind="stable")][:num_top]
+    return TokenLogprobs(logprob=logprob, top_token_ids=ids.tolist(), top_logprobs=(row[ids] - norm).tolist())

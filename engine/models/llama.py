@@ -35,10 +35,18 @@ class DecoderLayer:
         self._mlp = GatedMLP(config, layer, weights, kernels)
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch, kv_layer: torch.Tensor
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        batch: ForwardBatch,
+        kv_layer: torch.Tensor,
+        rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``rows``: those whose output is wanted; None: all. The keys and values of all are written."""
         x, residual = self._norm(x, residual, self._input_norm, self._eps)
-        x = self._attention(x, batch, kv_layer)
+        x = self._attention(x, batch, kv_layer, rows)
+        if rows is not None:
+            residual = residual[rows]
         x, residual = self._norm(x, residual, self._post_norm, self._eps)
         return self._mlp(x), residual
 
@@ -71,13 +79,13 @@ class LlamaForCausalLM:
         """
         x = F.embedding(batch.token_ids, self._embedding)
         residual: torch.Tensor | None = None
+        # Most rows of a prefill chunk are done once the last layer has their keys and values.
+        wanted = None if batch.logits_index.shape[0] == batch.num_tokens else batch.logits_index
         for i, layer in enumerate(self._layers):
-            x, residual = layer(x, residual, batch, kv_layers[i])
+            x, residual = layer(x, residual, batch, kv_layers[i], wanted if i == self.config.num_layers - 1 else None)
             if after_layer is not None:
                 after_layer(i)
-        assert residual is not None
-        rows = batch.logits_index
-        return self._norm(x[rows], residual[rows], self._final_norm, self.config.rms_norm_eps)[0]
+        return self._norm(x, residual, self._final_norm, self.config.rms_norm_eps)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocab_size] float32."""

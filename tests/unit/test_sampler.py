@@ -25,7 +25,7 @@ EOS = 7
 
 @pytest.fixture
 def sampler() -> Sampler:
-    return Sampler(VOCAB, [EOS])
+    return Sampler([EOS])
 
 
 def logits_of(*seeds: int, vocab: int = VOCAB) -> torch.Tensor:

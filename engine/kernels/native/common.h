@@ -27,7 +27,7 @@ typedef uint32_t u32 __attribute__((aligned(2), may_alias));
 typedef uint32_t u16x __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t h16x __attribute__((vector_size(32), aligned(2), may_alias));
 
-#define ITEM_ELEMENTS 16384  // of an elementwise loop that one thread takes at a time
+#define ITEM_ELEMENTS 8192  // of an elementwise loop that one thread takes at a time
 
 INLINE v16 splat(float x) { return (v16){} + x; }
 INLINE v16 load16(const void *p, long i, int bf16) {

@@ -142,9 +142,11 @@ int linear(const LinearArgs *a) {
     plan.panels = (a->outputs + 63) / 64 * 2;
     plan.row_tiles = (a->rows + MAX_ROWS - 1) / MAX_ROWS;
     plan.wide = plan.per_block = a->rows <= 6 ? 2 : 1;
-    if (plan.row_tiles > 2)
-        plan.per_block = max_long(1, min_long(BLOCK_BYTES / (plan.units * 128), plan.panels / 4));
     plan.ahead = get_threads();
+    if (plan.row_tiles > 2) {  // as large as the cache holds, but enough for every thread to have several
+        long share = (plan.panels + 4 * plan.ahead - 1) / (4 * plan.ahead);
+        plan.per_block = max_long(1, min_long(BLOCK_BYTES / (plan.units * 128), share));
+    }
     if (a->rows > 1) {
         plan.x = malloc(a->rows * plan.units * 4);
         if (!plan.x) return -1;
