@@ -1,4 +1,4 @@
-"""Tiny random models of each family through a real cluster, apart: greedy output equals transformers, token for token."""
+"""Tiny random models of each family through a real cluster, apart: greedy output equals that of transformers."""
 
 from __future__ import annotations
 
