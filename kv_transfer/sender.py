@@ -170,13 +170,16 @@ class Sender:
             self._drop_pending(transfer)
         self._port.send(transfer.peer, Frame(transfer.key, End(transfer.segments_planned, first_output, finished)))
 
-    def request_ended(self, request_id: str, reason: str) -> None:
-        """The engine has ended the request by itself (abort, deadline): its blocks are not ours any more."""
+    def request_ended(self, request_id: str, key: TransferKey, peer: str, reason: str) -> None:
+        """The engine has ended the request by itself (abort, deadline): its blocks are not ours any more.
+
+        The receiver is told even if it was never asked: its request may be waiting for our question.
+        """
         transfer = self._by_request.get(request_id)
         if transfer is not None:
             self.counters.count_failed("request_ended")
             self._close(transfer, TransferState.FAILED)
-            self._port.send(transfer.peer, Frame(transfer.key, Abort(reason)))
+        self._port.send(peer, Frame(key, Abort(reason)))
 
     # ---- from the receiver
 
@@ -242,7 +245,7 @@ class Sender:
 
     def close(self) -> None:
         for transfer in list(self._by_request.values()):
-            self.request_ended(transfer.request_id, "the prefill worker stops")
+            self.request_ended(transfer.request_id, transfer.key, transfer.peer, "the prefill worker stops")
         for link in list(self._links.values()):
             self._drop_link(link)
 

@@ -72,8 +72,8 @@ class PrefillHandoff:
         assert isinstance(handoff, SendKV)
         self._sender.want_ticket(
             request.request_id,
-            TransferKey(handoff.transfer_id, handoff.attempt),
-            Peer(handoff.peer_id, handoff.peer_incarnation, handoff.peer_address).encode(),
+            key_of(handoff),
+            peer_of(handoff),
             handoff.peer_incarnation,
             request.num_tokens,
             request.deadline_s,
@@ -88,7 +88,10 @@ class PrefillHandoff:
         self._sender.prefill_ended(request.request_id, first_output, finished=output.finish_reason is not None)
 
     def request_ended(self, request: Request) -> None:
-        self._sender.request_ended(request.request_id, f"the prefill request ended: {request.finish_reason}")
+        handoff = request.handoff
+        assert isinstance(handoff, SendKV)
+        reason = f"the prefill request ended: {request.finish_reason}"
+        self._sender.request_ended(request.request_id, key_of(handoff), peer_of(handoff), reason)
 
     # ---- from the process's loop
 
@@ -141,6 +144,14 @@ class PrefillHandoff:
     def transfer_failed(self, request_id: str, reason: str) -> None:
         log.warning("handoff_failed", request_id=request_id, reason=reason)
         self._core.release_kv(request_id, (ErrorCode.HANDOFF_FAILED, reason, True))
+
+
+def key_of(handoff: SendKV) -> TransferKey:
+    return TransferKey(handoff.transfer_id, handoff.attempt)
+
+
+def peer_of(handoff: SendKV) -> str:
+    return Peer(handoff.peer_id, handoff.peer_incarnation, handoff.peer_address).encode()
 
 
 def frame_to_pb(frame: Frame) -> worker_pb2.HandoffFrame:

@@ -38,8 +38,15 @@ class Channel(Protocol):
 class SegmentSender(Protocol):
     """The sender's side of a backend."""
 
+    host_probe: str
+    """What a receiver on the same host, and no other, can open (``can_reach``); empty: the backend needs no such thing."""
+
     def connect(self, endpoint: str, hello: kv_pb2.DataHello, on_lost: OnLost) -> Channel:
         """Returns at once. ``on_lost`` is called at most once, also when it never connects; not after ``close``."""
+        ...
+
+    def close(self) -> None:
+        """After the channels'."""
         ...
 
 
@@ -73,6 +80,10 @@ class SegmentReceiver(Protocol):
         """Start to take connections; returns the endpoint for tickets, as others reach it."""
         ...
 
+    def can_reach(self, host_probe: str) -> bool:
+        """Whether a sender with this probe can use this backend to us. Returns at once."""
+        ...
+
     def poll(self) -> list[Arrived | ChannelLost]:
         """What came since the last call, in order for each channel."""
         ...
@@ -87,7 +98,9 @@ class SegmentReceiver(Protocol):
 class Backend(Protocol):
     """What a registered backend class offers."""
 
-    def sender(self) -> SegmentSender: ...
+    def sender(self, arena: StagingArena) -> SegmentSender:
+        """``arena``: where the payloads of its segments are."""
+        ...
 
     def receiver(
         self, me: kv_pb2.WorkerIdentity, layout: kv_pb2.KVLayout, arena: StagingArena, wakeup: Wakeup

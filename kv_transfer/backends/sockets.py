@@ -1,4 +1,4 @@
-"""Blocking TCP sockets with deadlines: whole messages out, whole messages in. Used by the tcp backend only."""
+"""Blocking sockets with deadlines: whole messages out, whole messages in. Used by the tcp and shm backends."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def configure(connected: socket.socket, timeout_s: float) -> None:
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if connected.family != socket.AF_UNIX:
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     set_kernel_timeouts(connected, timeout_s)
 
 

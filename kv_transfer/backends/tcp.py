@@ -3,8 +3,8 @@
     sender:   one thread per channel                        receiver:  one accepting thread, one thread per connection
       engine -> queue -> [thread] == socket ==========================> [thread] -> staging slot -> arrivals -> engine
 
-On the wire: magic and version, then a hello and a welcome (each a length and a protobuf message); then segments: header
-length, payload length, digest, header, payload. Lengths are checked before memory is taken for them.
+On the wire: the handshake (handshake.py), then segments: header length, payload length, digest, header, payload. Lengths
+are checked before memory is taken for them.
 
 Sockets stay in blocking mode with kernel timeouts, so that a segment is one system call and the thread asks for the
 interpreter lock once, not once per packet. Socket buffers are the kernel's: an explicit size would stop its tuning.
@@ -13,7 +13,6 @@ interpreter lock once, not once per packet. Socket buffers are the kernel's: an 
 from __future__ import annotations
 
 import contextlib
-import queue
 import select
 import socket
 import struct
@@ -22,9 +21,9 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from google.protobuf.message import DecodeError
-
-from kv_transfer.backends.base import Arrived, ChannelLost, OnDone, OnLost, Wakeup
+from kv_transfer.backends.base import Arrived, OnDone, OnLost, Wakeup
+from kv_transfer.backends.handshake import greet
+from kv_transfer.backends.socket_server import SocketServer
 from kv_transfer.backends.sockets import (
     ConnectionLost,
     configure,
@@ -36,17 +35,11 @@ from kv_transfer.backends.sockets import (
     shutdown,
     split_endpoint,
 )
-from kv_transfer.layout import WIRE_VERSION, mismatch
 from kv_transfer.segment import DIGEST_BYTES, MAX_HEADER_BYTES, MalformedSegment, SealedSegment, parse_header
-from kv_transfer.staging import StagingArena, StagingSlot
+from kv_transfer.staging import StagingArena
 from pdserve.v1 import kv_pb2
 
-MAGIC = b"pdserve-kv"
-GREETING = struct.Struct(f"!{len(MAGIC)}sHI")
-"""Magic, wire version, length of the DataHello that follows."""
-WELCOME = struct.Struct("!I")
 PREFIX = struct.Struct(f"!IQ{DIGEST_BYTES}s")
-MAX_HELLO_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +60,7 @@ class TcpBackend:
     def __init__(self, settings: TcpSettings | None = None) -> None:
         self._settings = settings or TcpSettings()
 
-    def sender(self) -> TcpSender:
+    def sender(self, arena: StagingArena) -> TcpSender:
         return TcpSender(self._settings)
 
     def receiver(
@@ -80,11 +73,16 @@ class TcpBackend:
 
 
 class TcpSender:
+    host_probe = ""
+
     def __init__(self, settings: TcpSettings) -> None:
         self._settings = settings
 
     def connect(self, endpoint: str, hello: kv_pb2.DataHello, on_lost: OnLost) -> TcpChannel:
         return TcpChannel(endpoint, hello, on_lost, self._settings)
+
+    def close(self) -> None:
+        """Nothing beside the channels."""
 
 
 class TcpChannel:
@@ -153,18 +151,7 @@ class TcpChannel:
 
     def _greet(self, connected: socket.socket) -> None:
         configure(connected, self._settings.handshake_timeout_s)
-        hello = self._hello.SerializeToString()
-        deadline_s = time.monotonic() + self._settings.handshake_timeout_s
-        send_pieces(connected, [GREETING.pack(MAGIC, WIRE_VERSION, len(hello)), hello], deadline_s)
-        (length,) = WELCOME.unpack(receive(connected, WELCOME.size, deadline_s))
-        if length > MAX_HELLO_BYTES:
-            raise ConnectionLost(f"{self._endpoint} does not answer as a pdserve KV endpoint")
-        try:
-            welcome = kv_pb2.DataWelcome.FromString(receive(connected, length, deadline_s))
-        except DecodeError as error:
-            raise ConnectionLost(f"the welcome cannot be read: {error}") from error
-        if welcome.refusal:
-            raise ConnectionLost(f"refused: {welcome.refusal}")
+        greet(connected, self._hello, time.monotonic() + self._settings.handshake_timeout_s)
         set_kernel_timeouts(connected, self._settings.stall_timeout_s)
 
     def _send_all(self, connected: socket.socket) -> None:
@@ -224,115 +211,36 @@ class TcpReceiver:
         wakeup: Wakeup,
         settings: TcpSettings,
     ) -> None:
-        self._me = me
-        self._layout = layout
         self._arena = arena
-        self._wakeup = wakeup
         self._settings = settings
-        self._arrivals: queue.SimpleQueue[Arrived | ChannelLost] = queue.SimpleQueue()  # bounded by the arena
-        self._lock = threading.Lock()
-        self._connections: dict[threading.Thread, tuple[socket.socket, kv_pb2.WorkerIdentity | None]] = {}
-        self._closing = False
-        self._listener: socket.socket | None = None
-        self._acceptor: threading.Thread | None = None
+        self._server = SocketServer(
+            me,
+            layout,
+            arena,
+            wakeup,
+            self._receive,
+            max_connections=settings.max_connections,
+            handshake_timeout_s=settings.handshake_timeout_s,
+            stall_timeout_s=settings.stall_timeout_s,
+        )
+        self.poll = self._server.poll
+        self.drop_sender = self._server.drop_sender
+        self.close = self._server.close
 
     def listen(self, host: str, advertised_host: str) -> str:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, 0), family=family, backlog=128)
-        self._listener = listener
-        self._acceptor = threading.Thread(target=self._accept, args=(listener,), name="kv-accept", daemon=True)
-        self._acceptor.start()
-        return join_endpoint(advertised_host, listener.getsockname()[1])
+        port = listener.getsockname()[1]
+        self._server.start(listener)
+        return join_endpoint(advertised_host, port)
 
-    def poll(self) -> list[Arrived | ChannelLost]:
-        arrivals: list[Arrived | ChannelLost] = []
-        while not self._arrivals.empty():
-            arrivals.append(self._arrivals.get_nowait())
-        return arrivals
+    def can_reach(self, host_probe: str) -> bool:
+        """The sender connects to us; whether it can, only it will know."""
+        return True
 
-    def drop_sender(self, worker_id: str, incarnation: int) -> None:
-        with self._lock:
-            for connected, sender in self._connections.values():
-                if sender is not None and (sender.worker_id, sender.incarnation) == (worker_id, incarnation):
-                    shutdown(connected)
-
-    def close(self) -> None:
-        with self._lock:
-            self._closing = True
-        if self._listener is not None:
-            shutdown(self._listener)
-            self._listener.close()
-        with self._lock:
-            threads = list(self._connections)
-            for connected, _ in self._connections.values():
-                shutdown(connected)
-        deadline_s = time.monotonic() + 1.0
-        for thread in [self._acceptor, *threads]:
-            if thread is not None:
-                thread.join(timeout=max(0.0, deadline_s - time.monotonic()))
-
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                connected, _ = listener.accept()
-            except OSError:
-                if self._closing:
-                    return
-                time.sleep(0.05)  # out of file descriptors, or a client that left at once: neither ends the listener
-                continue
-            thread = threading.Thread(target=self._serve, args=(connected,), name="kv-receive", daemon=True)
-            with self._lock:
-                taken = not self._closing and len(self._connections) < self._settings.max_connections
-                if taken:
-                    self._connections[thread] = (connected, None)
-            if taken:
-                thread.start()
-            else:
-                connected.close()
-
-    def _serve(self, connected: socket.socket) -> None:
-        sender: kv_pb2.WorkerIdentity | None = None
-        reason = "closed"
-        try:
-            configure(connected, self._settings.handshake_timeout_s)
-            sender = self._welcome(connected)
-            with self._lock:
-                self._connections[threading.current_thread()] = (connected, sender)
-            set_kernel_timeouts(connected, self._settings.stall_timeout_s)
-            while not self._closing:
-                self._receive_segment(connected, sender)
-        except (OSError, ConnectionLost, MalformedSegment) as error:
-            reason = str(error)
-        finally:
-            with self._lock:
-                del self._connections[threading.current_thread()]
-            connected.close()
-            if sender is not None and not self._closing:
-                self._arrivals.put(ChannelLost(sender, f"data channel from {sender.worker_id} is lost: {reason}"))
-                self._wakeup()
-
-    def _welcome(self, connected: socket.socket) -> kv_pb2.WorkerIdentity:
-        deadline_s = time.monotonic() + self._settings.handshake_timeout_s
-        magic, version, length = GREETING.unpack(receive(connected, GREETING.size, deadline_s))
-        if magic != MAGIC or length > MAX_HELLO_BYTES:
-            raise ConnectionLost("not a pdserve KV sender")
-        try:
-            hello = kv_pb2.DataHello.FromString(receive(connected, length, deadline_s))
-        except DecodeError as error:
-            raise ConnectionLost(f"the hello cannot be read: {error}") from error
-        refusal = self._refusal(version, hello)
-        welcome = kv_pb2.DataWelcome(receiver=self._me, refusal=refusal).SerializeToString()
-        send_pieces(connected, [WELCOME.pack(len(welcome)), welcome], deadline_s)
-        if refusal:
-            raise ConnectionLost(refusal)
-        return hello.sender
-
-    def _refusal(self, version: int, hello: kv_pb2.DataHello) -> str:
-        if version != WIRE_VERSION:
-            return f"wire version: ours {WIRE_VERSION}, theirs {version}"
-        if hello.receiver_incarnation != self._me.incarnation:
-            return f"incarnation: ours {self._me.incarnation}, asked for {hello.receiver_incarnation}"
-        return mismatch(self._layout, hello.layout) or ""
+    def _receive(self, connected: socket.socket, sender: kv_pb2.WorkerIdentity) -> None:
+        while not self._server.closing:
+            self._receive_segment(connected, sender)
 
     def _receive_segment(self, connected: socket.socket, sender: kv_pb2.WorkerIdentity) -> None:
         prefix = self._await_prefix(connected)
@@ -347,14 +255,14 @@ class TcpReceiver:
         header = parse_header(header_bytes)
         if header.payload_bytes != payload_length:
             raise MalformedSegment(f"header says {header.payload_bytes} payload bytes, the wire {payload_length}")
-        slot = self._take_slot()
+        slot = self._server.take_slot()
         try:
             receive_into(connected, slot.view[:payload_length], deadline_s)
         except BaseException:
             self._arena.give_back(slot)
             raise
-        self._arrivals.put(Arrived(sender, header_bytes, header, digest, slot))
-        self._wakeup()
+        self._server.arrived(Arrived(sender, header_bytes, header, digest, slot))
+        self._server.wakeup()
 
     def _await_prefix(self, connected: socket.socket) -> bytes:
         """Between segments a sender may be silent for as long as its control stream lives."""
@@ -362,17 +270,9 @@ class TcpReceiver:
             try:
                 first = connected.recv(1)
             except BlockingIOError:
-                if self._closing:
+                if self._server.closing:
                     raise ConnectionLost("closed") from None
                 continue
             if not first:
                 raise ConnectionLost("closed by the sender")
             return first + receive(connected, PREFIX.size - 1, time.monotonic() + self._settings.segment_timeout_s)
-
-    def _take_slot(self) -> StagingSlot:
-        """Waiting here is the back-pressure: the socket fills up, then the sender's staging. The engine frees slots."""
-        while not self._closing:
-            slot = self._arena.take(timeout_s=1.0)
-            if slot is not None:
-                return slot
-        raise ConnectionLost("closed")

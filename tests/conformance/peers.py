@@ -296,7 +296,7 @@ class SenderPeer(Peer):
 
     def do_abort(self, name: str) -> None:
         self.end(name)
-        self.sender.request_ended(name, "client")
+        self.sender.request_ended(name, self.jobs[name].key, PEER, "client")
         self.tell("aborted", name)
 
     def do_frame(self, frame: Frame) -> None:

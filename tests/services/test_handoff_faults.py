@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def workers(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[dict[str, Member]]:
     logs = tmp_path_factory.mktemp("logs")
     members = {
-        "prefill": start_worker("prefill_service", "p-0", model, logs, "--max-num-batched-tokens", "16"),
+        "prefill": start_worker("prefill_service", "p-0", model, logs, "--max-num-batched-tokens", "4"),
         "decode": start_worker("decode_service", "d-0", model, logs),
     }
     for member in members.values():

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kv_transfer.backends.base import Arrived, ChannelLost
 from kv_transfer.layout import KVRange
+from kv_transfer.transfer import TransferKey
 from tests.services.handoff_world import D_PEER, LAYERS, LEASE_S, P_PEER, P, World
 
 TOKENS = 32
@@ -73,7 +74,8 @@ class Handoffs(RuleBasedStateMachine):
 
     def abort_on_p(self, request: str) -> None:
         if self.world.p_port.kv.pop(request, None) is not None:
-            self.world.sender.request_ended(request, "client")
+            key = TransferKey(f"t-{request[0]}", int(request[-1]))
+            self.world.sender.request_ended(request, key, D_PEER, "client")
 
     def abort_on_d(self, request: str) -> None:
         self.world.d_port.reserved.pop(request, None)

@@ -82,7 +82,7 @@ def test_a_ticket_that_does_not_fit_is_given_back(world: World, changed: dict[st
 def test_a_ticket_for_a_transfer_that_is_over_is_answered_with_abort(world: World) -> None:
     key = world.add_to_p("r", 32)
     world.p_port.kv.clear()
-    world.sender.request_ended("r", "client")
+    world.sender.request_ended("r", key, D_PEER, "client")
     world.p_port.sent.clear()
     answer(world, key, ticket())
     assert [type(body) for body in world.p_said] == [Abort]
@@ -132,10 +132,10 @@ def test_without_room_in_staging_ranges_wait_and_are_packed_when_a_slot_is_back(
 
 def test_nothing_is_packed_after_the_blocks_are_freed() -> None:
     world = World(slots=1)
-    granted(world, tokens=64)
+    key = granted(world, tokens=64)
     world.compute("r", 64)
     del world.p_port.kv["r"]  # the engine ended it
-    world.sender.request_ended("r", "client")
+    world.sender.request_ended("r", key, D_PEER, "client")
     channel = world.p_backend.channels[0]
     channel.segments.pop(0)[1](None)
     world.polls()  # would raise KeyError
@@ -238,6 +238,14 @@ def test_a_lost_channel_fails_what_used_it(world: World) -> None:
     world.polls()
     assert "reset by peer" in world.p_port.failed["r"]
     assert isinstance(world.p_said[-1], Abort)
+    world.assert_at_rest()
+
+
+def test_a_receiver_that_was_never_asked_is_told_too(world: World) -> None:
+    key = world.add_to_d("r", 32)
+    world.sender.request_ended("r", key, D_PEER, "client")
+    world.run()
+    assert "client" in world.d_port.failed["r"]
     world.assert_at_rest()
 
 

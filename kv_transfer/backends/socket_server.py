@@ -1,0 +1,136 @@
+"""The receiver's side of the socket backends: one accepting thread, one thread per connection, one queue of arrivals.
+
+    listener --> [kv-accept] --> [kv-receive] handshake, then the backend's ``receive`` --> arrivals --poll--> engine
+
+The backend says what a connection carries; this says whose connections there are and how they end. Used by tcp and shm.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from kv_transfer.backends.base import Arrived, ChannelLost, Wakeup
+from kv_transfer.backends.handshake import welcome
+from kv_transfer.backends.sockets import ConnectionLost, configure, set_kernel_timeouts, shutdown
+from kv_transfer.segment import MalformedSegment
+from kv_transfer.staging import StagingArena, StagingSlot
+from pdserve.v1 import kv_pb2
+
+Receive = Callable[[socket.socket, kv_pb2.WorkerIdentity], None]
+"""Takes what comes on a welcome connection until ``SocketServer.closing``; raises when the connection is lost."""
+
+
+class SocketServer:
+    def __init__(
+        self,
+        me: kv_pb2.WorkerIdentity,
+        layout: kv_pb2.KVLayout,
+        arena: StagingArena,
+        wakeup: Wakeup,
+        receive: Receive,
+        *,
+        max_connections: int,
+        handshake_timeout_s: float,
+        stall_timeout_s: float,
+    ) -> None:
+        self.wakeup = wakeup
+        self.closing = False
+        self._me = me
+        self._layout = layout
+        self._arena = arena
+        self._receive = receive
+        self._max_connections = max_connections
+        self._handshake_timeout_s = handshake_timeout_s
+        self._stall_timeout_s = stall_timeout_s
+        self._arrivals: queue.SimpleQueue[Arrived | ChannelLost] = queue.SimpleQueue()  # bounded by the arena
+        self._lock = threading.Lock()
+        self._connections: dict[threading.Thread, tuple[socket.socket, kv_pb2.WorkerIdentity | None]] = {}
+        self._listener: socket.socket | None = None
+        self._acceptor: threading.Thread | None = None
+
+    def start(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._acceptor = threading.Thread(target=self._accept, args=(listener,), name="kv-accept", daemon=True)
+        self._acceptor.start()
+
+    def arrived(self, segment: Arrived) -> None:
+        """From ``receive``, which also wakes the engine: once for several segments, if it likes."""
+        self._arrivals.put(segment)
+
+    def take_slot(self) -> StagingSlot:
+        """Waiting here is the back-pressure: the socket fills up, then the sender's staging. The engine frees slots."""
+        while not self.closing:
+            slot = self._arena.take(timeout_s=1.0)
+            if slot is not None:
+                return slot
+        raise ConnectionLost("closed")
+
+    def poll(self) -> list[Arrived | ChannelLost]:
+        arrivals: list[Arrived | ChannelLost] = []
+        while not self._arrivals.empty():
+            arrivals.append(self._arrivals.get_nowait())
+        return arrivals
+
+    def drop_sender(self, worker_id: str, incarnation: int) -> None:
+        with self._lock:
+            for connected, sender in self._connections.values():
+                if sender is not None and (sender.worker_id, sender.incarnation) == (worker_id, incarnation):
+                    shutdown(connected)
+
+    def close(self) -> None:
+        with self._lock:
+            self.closing = True
+        if self._listener is not None:
+            shutdown(self._listener)
+            self._listener.close()
+        with self._lock:
+            threads = list(self._connections)
+            for connected, _ in self._connections.values():
+                shutdown(connected)
+        deadline_s = time.monotonic() + 1.0
+        for thread in [self._acceptor, *threads]:
+            if thread is not None:
+                thread.join(timeout=max(0.0, deadline_s - time.monotonic()))
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connected, _ = listener.accept()
+            except OSError:
+                if self.closing:
+                    return
+                time.sleep(0.05)  # out of file descriptors, or a client that left at once: neither ends the listener
+                continue
+            thread = threading.Thread(target=self._serve, args=(connected,), name="kv-receive", daemon=True)
+            with self._lock:
+                taken = not self.closing and len(self._connections) < self._max_connections
+                if taken:
+                    self._connections[thread] = (connected, None)
+            if taken:
+                thread.start()
+            else:
+                connected.close()
+
+    def _serve(self, connected: socket.socket) -> None:
+        sender: kv_pb2.WorkerIdentity | None = None
+        reason = "closed"
+        try:
+            configure(connected, self._handshake_timeout_s)
+            sender = welcome(connected, self._me, self._layout, time.monotonic() + self._handshake_timeout_s)
+            with self._lock:
+                self._connections[threading.current_thread()] = (connected, sender)
+            set_kernel_timeouts(connected, self._stall_timeout_s)
+            self._receive(connected, sender)
+        except (OSError, ConnectionLost, MalformedSegment) as error:
+            reason = str(error)
+        finally:
+            with self._lock:
+                del self._connections[threading.current_thread()]
+            connected.close()
+            if sender is not None and not self.closing:
+                self._arrivals.put(ChannelLost(sender, f"data channel from {sender.worker_id} is lost: {reason}"))
+                self.wakeup()
