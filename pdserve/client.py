@@ -7,7 +7,6 @@ next endpoint, without a token lost or repeated (``progress``). Safe to share be
 from __future__ import annotations
 
 import threading
-import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -152,7 +151,7 @@ class Client:
             except grpc.RpcError as failure:
                 error = _error(failure, address, request_id, retries.deadline_s)
                 self._endpoints.avoid(address)
-                time.sleep(retries.pause_s(error))
+                self._closed.wait(retries.pause_s(error))
 
 
 class Stream(Iterator[Chunk]):
@@ -252,10 +251,15 @@ class Stream(Iterator[Chunk]):
         self._address = self._endpoints.current
         stub, request = self._stub(self._address), self._progress.next_request()
         metadata = ((rpc.REQUEST_ID, self.request_id),)
-        if isinstance(request, pb.TextRequest):
-            self._call = stub.Generate(request, timeout=self._retries.left_s, metadata=metadata)
-        else:
-            self._call = stub.Chat(request, timeout=self._retries.left_s, metadata=metadata)
+        try:
+            if isinstance(request, pb.TextRequest):
+                self._call = stub.Generate(request, timeout=self._retries.left_s, metadata=metadata)
+            else:
+                self._call = stub.Chat(request, timeout=self._retries.left_s, metadata=metadata)
+        except ValueError as error:  # gRPC's word for a channel that another thread has just closed
+            if self._client_closed.is_set():
+                raise self._was_cancelled() from error
+            raise
 
     def _was_cancelled(self) -> RequestCancelledError:
         return RequestCancelledError("the request was cancelled by its caller", request_id=self.request_id)
