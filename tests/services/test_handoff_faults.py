@@ -37,11 +37,13 @@ def workers(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[d
         "prefill": start_worker("prefill_service", "p-0", model, logs, "--max-num-batched-tokens", "4"),
         "decode": start_worker("decode_service", "d-0", model, logs),
     }
-    for member in members.values():
-        member.wait_healthy()
-    yield members
-    for member in members.values():
-        member.terminate()
+    try:
+        for member in members.values():
+            member.wait_healthy()
+        yield members
+    finally:
+        for member in members.values():
+            member.terminate()
 
 
 def libraries(pid: int) -> str:

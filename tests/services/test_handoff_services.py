@@ -30,11 +30,13 @@ def workers(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[t
         "prefill_service", "p-0", model, logs, "--block-size", "32", "--max-num-batched-tokens", str(CHUNK)
     )
     decode = start_worker("decode_service", "d-0", model, logs, "--block-size", "16", "--num-blocks", "300")
-    for member in (prefill, decode):
-        member.wait_healthy()
-    yield prefill, decode
-    for member in (prefill, decode):
-        assert member.terminate() == 0
+    try:
+        for member in (prefill, decode):
+            member.wait_healthy()
+        yield prefill, decode
+    finally:
+        codes = [member.terminate() for member in (prefill, decode)]
+    assert codes == [0, 0]
 
 
 @pytest.fixture
