@@ -435,10 +435,12 @@ async def test_a_router_dies_behind_the_gateway(
 
 async def test_a_client_that_does_not_read(model: ServedModel, router: FakeRouter) -> None:
     """Its stream is ended as slow_consumer; another one's goes on."""
+    # Much text for little work: gRPC takes some megabytes before it makes the gateway wait.
+    longest = max(range(model.vocab_size), key=lambda token_id: len(model.tokenizer.token_bytes(token_id)))
 
     def script(request: pb.GenerateRequest) -> Script:
         if request.cache_salt == "stalled":
-            return Script([5] * 400_000, tokens_per_output=50)
+            return Script([longest] * 200_000, tokens_per_output=50)
         return text_script(model, TEXT)(request)
 
     router.script = script
