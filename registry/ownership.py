@@ -35,7 +35,7 @@ OWNERSHIP_TTL_S = 30.0
 STREAM_LENGTH = 512
 """Entries; a reader that is further behind takes the snapshot. At most 16 KiB each (MAX_BATCH_HASHES)."""
 MAX_BATCH_HASHES = 1024
-BLOCK_MS = 400
+BLOCK_MS = 200
 READ_ENTRIES = 64
 SCAN_COUNT = 2000
 

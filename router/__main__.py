@@ -10,7 +10,7 @@ import uvloop
 
 from router.app import Router
 from router.config import RouterConfig
-from router.policies import POLICIES
+from router.policies import DEFAULT_POLICY, POLICIES
 from telemetry import logs
 
 
@@ -20,11 +20,14 @@ def main(
     port: Annotated[int, typer.Option(help="gRPC port; 0: a free one")] = 0,
     metrics_port: Annotated[int, typer.Option(help="HTTP port of /metrics, /health, /live; 0: a free one")] = 0,
     router_id: Annotated[str, typer.Option(help="name of this router; empty: from host and process id")] = "",
-    policy: Annotated[str, typer.Option(help=", ".join(sorted(POLICIES)))] = "round_robin",
+    policy: Annotated[str, typer.Option(help=", ".join(sorted(POLICIES)))] = DEFAULT_POLICY,
     local_prefill_tokens: Annotated[
         int, typer.Option(help="prompts with fewer uncached tokens skip the prefill workers; 0: none does")
     ] = 0,
     max_open_requests: Annotated[int, typer.Option(help="more are refused as overloaded")] = 4096,
+    max_queued_tokens: Annotated[
+        int, typer.Option(help="prompt tokens that may wait at one worker; beyond that, overloaded; 0: no limit")
+    ] = 0,
     max_attempts: Annotated[int, typer.Option(help="pairs of workers that one request may try")] = 3,
     no_worker_wait_s: Annotated[float, typer.Option(help="how long a request waits for a worker to appear")] = 5.0,
     poll_interval_s: Annotated[float, typer.Option(help="between two looks at the registry")] = 0.5,
@@ -45,6 +48,7 @@ def main(
             policy=policy,
             local_prefill_tokens=local_prefill_tokens,
             max_open_requests=max_open_requests,
+            max_queued_tokens=max_queued_tokens,
             max_attempts=max_attempts,
             no_worker_wait_s=no_worker_wait_s,
             poll_interval_s=poll_interval_s,

@@ -15,9 +15,12 @@ from pdserve.channel import serve
 from pdserve.identity import new_identity
 from pdserve.session_server import SessionServer
 from registry import WorkerRegistry
+from registry.ownership import Ownership
 from router.config import RouterConfig
+from router.ownership_feed import OwnershipFeed
 from router.placement import Placer
 from router.policies import make_policy
+from router.prefix_index import PrefixIndex
 from router.service import RouterService
 from router.workers import STATES, Workers
 from telemetry.http import StatusServer
@@ -42,9 +45,13 @@ class Router:
         self.workers = Workers(
             self._registry, identity, config.poll_interval_s, on_registry_failure=metrics.registry_failures.inc
         )
-        self._service = RouterService(
-            self.workers, Placer(self.workers, make_policy(config.policy), config), config, metrics
-        )
+        policy = make_policy(config.policy)
+        self.index = PrefixIndex()
+        self._ownership = Ownership(config.redis_url)
+        self.feed = OwnershipFeed(self._ownership, self.index, self.workers.known, metrics)
+        self._follows = policy.uses_prefixes or config.local_prefill_tokens > 0
+        placer = Placer(self.workers, policy, self.index, config, lambda: self.feed.is_blind)
+        self._service = RouterService(self.workers, placer, config, metrics, self._why_behind)
         self._sessions = SessionServer(identity, self._service, load=self.workers.emitting_load)
         self._status = StatusServer(self._metrics_registry, self._service.not_ready)
         self._show_fleet(metrics)
@@ -57,7 +64,9 @@ class Router:
             [self._sessions], config.host, config.port, is_ready=lambda: self._service.not_ready() is None
         )
         self._sessions.identity.address = f"{config.host}:{self.port}"
-        self._polling = asyncio.create_task(self.workers.run(), name="workers")
+        self._tasks = [asyncio.create_task(self.workers.run(), name="workers")]
+        if self._follows:
+            self._tasks.append(asyncio.create_task(self.feed.run(), name="ownership"))
 
     async def stop(self) -> None:
         """Let finish what runs (bounded), then end everything."""
@@ -66,25 +75,32 @@ class Router:
         await self._sessions.close()
         await self._server.stop(GRPC_STOP_S)
         del self._server  # its finalizer wants the running event loop
-        self._polling.cancel()
-        await asyncio.gather(self._polling, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._ownership.close()
         await self._registry.close()
         await self._status.close()
 
     async def run_until_signal(self) -> None:
-        """Start, say so, and stop on SIGTERM or SIGINT (or when the polling task breaks)."""
+        """Start, say so, and stop on SIGTERM or SIGINT (or when one of the tasks breaks)."""
         await self.start()
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        self._polling.add_done_callback(lambda _: stop.set())
+        for task in self._tasks:
+            task.add_done_callback(lambda _: stop.set())
         log.info("ready", host=self._config.host, port=self.port, metrics_port=self.metrics_port)
         await stop.wait()
-        error = self._polling.exception() if self._polling.done() else None
+        errors = [task.exception() for task in self._tasks if task.done()]
         await self.stop()
-        if error is not None:
-            raise error
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def _why_behind(self) -> str | None:
+        return self.feed.why_behind() if self._follows else None
 
     def _show_fleet(self, metrics: RouterMetrics) -> None:
         """Gauges that are read off when somebody looks."""
@@ -96,6 +112,8 @@ class Router:
         for role in ("prefill", "decode", "aggregated"):
             for state in STATES:
                 metrics.workers.labels(role, state).set_function(partial(count, role, state))
+        metrics.prefix_index_blocks.set_function(lambda: self.index.num_blocks)
+        metrics.prefix_index_caught_up.set_function(lambda: not self.feed.is_blind)
         metrics.sessions.set_function(lambda: len(self._sessions.sessions))
         metrics.dropped_outputs.set_function(
             lambda: sum(worker.session.unknown_outputs_total for worker in workers.known.values())

@@ -2,10 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pdserve.session import Handle, OutputBuffer
 from pdserve.v1 import inference_pb2 as pb
 from router.placement import Placement, WorkerKey, worker_key
 from router.workers import Worker
+
+
+@dataclass(slots=True)
+class Charge:
+    """What a worker is counted for: once up, once down."""
+
+    worker: Worker
+    requests: int
+    tokens: int
+    """To be computed there."""
+    kv_tokens: int
+
+    def __post_init__(self) -> None:
+        self.worker.outstanding_requests += self.requests
+        self.worker.outstanding_tokens += self.tokens
+        self.worker.outstanding_kv_tokens += self.kv_tokens
+
+    def drop_tokens(self) -> None:
+        """They are computed."""
+        self.worker.outstanding_tokens -= self.tokens
+        self.tokens = 0
+
+    def drop(self) -> None:
+        self.drop_tokens()
+        self.worker.outstanding_requests -= self.requests
+        self.worker.outstanding_kv_tokens -= self.kv_tokens
+        self.requests = self.kv_tokens = 0
 
 
 class Attempt:
@@ -23,20 +52,28 @@ class Attempt:
         self.has_tokens = False
         """The decode worker has emitted in this attempt: the hand-off is behind it."""
         self._transfer_id = transfer_id
-        self._num_tokens = len(request.prompt_token_ids) + len(request.output_so_far)
         self._buffer = OutputBuffer()
         self._ended = False
+        num_tokens = len(request.prompt_token_ids) + len(request.output_so_far)
+        uncached = num_tokens - placement.prefill_cached_tokens
         # The decode worker first: a hand-off that it does not know yet would have to wait there.
         self.decode_handle = self._open(self.decode, self.prefill, pb.Handoff.SIDE_RECEIVE, request)
-        self.prefill_handle = (
-            self._open(self.prefill, self.decode, pb.Handoff.SIDE_SEND, request) if self.prefill is not None else None
-        )
+        self._decode_charge = Charge(self.decode, 1, uncached if self.prefill is None else 0, num_tokens)
+        self.prefill_handle: Handle | None = None
+        self._prefill_charge: Charge | None = None
+        if self.prefill is not None:
+            self.prefill_handle = self._open(self.prefill, self.decode, pb.Handoff.SIDE_SEND, request)
+            self._prefill_charge = Charge(self.prefill, 1, uncached, num_tokens)
 
     async def next_output(self) -> tuple[Worker, pb.Output]:
         """What either worker says next, oldest first."""
         handle, output = await self._buffer.get()
         if handle is self.prefill_handle and self.prefill is not None:
+            if output.HasField("finish") and self._prefill_charge is not None:
+                self._prefill_charge.drop()
             return self.prefill, output
+        if output.token_ids:
+            self._prefill_is_over()
         return self.decode, output
 
     def end(self, abort_reason: str | None) -> None:
@@ -47,13 +84,20 @@ class Attempt:
         if self._ended:
             return
         self._ended = True
-        for worker, handle in ((self.decode, self.decode_handle), (self.prefill, self.prefill_handle)):
-            if worker is None or handle is None:
-                continue
-            worker.outstanding_requests -= 1
-            worker.outstanding_tokens -= self._num_tokens
-            if abort_reason is not None:
-                handle.abort(abort_reason)
+        for charge in (self._decode_charge, self._prefill_charge):
+            if charge is not None:
+                charge.drop()
+        if abort_reason is not None:
+            for handle in (self.decode_handle, self.prefill_handle):
+                if handle is not None:
+                    handle.abort(abort_reason)
+
+    def _prefill_is_over(self) -> None:
+        """The first token is there: the queues are free of this prompt, though a report may still say otherwise."""
+        self.has_tokens = True
+        self._decode_charge.drop_tokens()
+        if self._prefill_charge is not None:
+            self._prefill_charge.drop_tokens()
 
     def _open(
         self, worker: Worker, peer: Worker | None, side: pb.Handoff.Side.ValueType, request: pb.GenerateRequest
@@ -66,6 +110,4 @@ class Attempt:
             copy.handoff.transfer_id = self._transfer_id
             copy.handoff.attempt = self.number
             copy.handoff.peer.CopyFrom(peer.identity)
-        worker.outstanding_requests += 1
-        worker.outstanding_tokens += self._num_tokens
         return worker.session.open(copy, buffer=self._buffer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.policies import POLICIES
+from router.policies import DEFAULT_POLICY, POLICIES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,11 +17,14 @@ class RouterConfig:
     metrics_port: int = 0
     router_id: str = ""
     """Empty: made from host name and process id."""
-    policy: str = "round_robin"
+    policy: str = DEFAULT_POLICY
     local_prefill_tokens: int = 0
     """Prompts with fewer uncached tokens are prefilled by the decode worker itself; 0: always by a prefill worker."""
     max_open_requests: int = 4096
     """More are refused as overloaded."""
+    max_queued_tokens: int = 0
+    """Prompt tokens that may wait at one worker; when all have more, requests are refused as overloaded. 0: no limit of
+    the router's own (workers have theirs)."""
     max_attempts: int = 3
     """Pairs of workers that one request may try in all."""
     no_worker_wait_s: float = 5.0
@@ -45,6 +48,6 @@ class RouterConfig:
         for name in ("no_worker_wait_s", "max_timeout_s", "poll_interval_s", "drain_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be more than 0")
-        for name in ("local_prefill_tokens", "min_prefill_workers", "min_decode_workers"):
+        for name in ("local_prefill_tokens", "max_queued_tokens", "min_prefill_workers", "min_decode_workers"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")

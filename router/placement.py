@@ -2,25 +2,29 @@
 
 A request prefers, in this order: a prefill and a decode worker that it has not failed on; a worker that does both; the
 same two again for workers that it has failed on. Requests of one group (the n choices of a prompt) go to the same pair
-as long as it can take them, so that they share its prefix.
+as long as it can take them, so that they share its prefix. Prompts of which a decode worker lacks less than
+``local_prefill_tokens`` are left to that worker. Queues have a limit: beyond it requests are refused with a hint.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 from pdserve.v1 import inference_pb2 as pb
 from router.config import RouterConfig
 from router.policies.base import Choice, Policy, Pool, PromptInfo
+from router.prefix_index import PrefixIndex
+from router.prompt import ModelKind, RoutedPrompt
 from router.workers import Worker, Workers
 
 MAX_GROUPS = 4096
 GROUP_TTL_S = 60.0
 CONNECT_WAIT_S = 1.0
 LOOK_AGAIN_S = 0.2
+OVERLOADED_RETRY_S = 1.0
 
 WorkerKey = tuple[str, int]
 """Worker id and incarnation: a restarted worker has failed nobody yet."""
@@ -44,6 +48,12 @@ class Placement:
     """Why there is no prefill worker: short_prompt | aggregated | no_prefill_worker."""
     is_second_try: bool = False
     """It has failed on one of these workers before."""
+    prefill_cached_tokens: int = 0
+    """Of the prompt, as far as is known, where it is prefilled."""
+    decode_cached_tokens: int = 0
+    """And where it is decoded: these need not be sent."""
+    is_blind: bool = False
+    """Prefixes count for the policy, but it was not known who has which."""
 
 
 def worker_key(worker: Worker) -> WorkerKey:
@@ -53,27 +63,40 @@ def worker_key(worker: Worker) -> WorkerKey:
 class Placer:
     """Places requests on workers."""
 
-    def __init__(self, workers: Workers, policy: Policy, config: RouterConfig) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        policy: Policy,
+        index: PrefixIndex,
+        config: RouterConfig,
+        is_blind: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``is_blind``: whether the index lacks workers now."""
         self._workers = workers
         self._policy = policy
+        self._index = index
         self._config = config
+        self._is_blind = is_blind
+        self._looks_up_prefixes = policy.uses_prefixes or config.local_prefill_tokens > 0
         self._groups: OrderedDict[str, tuple[float, Placement]] = OrderedDict()
+        self._pools_of: tuple[int, tuple[list[Pool[Worker]], str]] | None = None
+        """(version of the workers, pools of all that can be used)."""
 
-    async def place(self, num_tokens: int, group: str, avoid: Collection[WorkerKey]) -> Placement:
-        """Choose workers for a request of ``num_tokens`` (prompt and output so far).
+    async def place(self, prompt: RoutedPrompt, avoid: Collection[WorkerKey]) -> Placement:
+        """Choose workers for a request.
 
-        Raises Unplaceable when it fits nowhere, or when nobody came in time.
+        Raises Unplaceable when it fits nowhere, when all queues are full, or when nobody came in time.
         """
         loop = asyncio.get_running_loop()
         started_s = loop.time()
         while True:
             waited_s = loop.time() - started_s
             if not self._is_prefill_connecting():
-                placement = self._of_group(group, avoid) or await self._choose(num_tokens, avoid)
+                placement = self._of_group(prompt.group, avoid) or await self._choose(prompt, avoid)
                 if placement is not None:
-                    self._remember(group, placement)
+                    self._remember(prompt.group, placement)
                     return placement
-            self._refuse_too_large(num_tokens)
+            self._refuse_too_large(prompt.num_tokens)
             if waited_s >= self._config.no_worker_wait_s:
                 raise Unplaceable(pb.ERROR_CODE_NO_WORKERS, self._why_nobody(), retry_after_s=1.0)
             await self._workers.wait_change(min(LOOK_AGAIN_S, self._config.no_worker_wait_s - waited_s))
@@ -83,38 +106,102 @@ class Placer:
         others = self._workers.with_role(worker.record.role)
         return any(other is not worker and other.usable and worker_key(other) not in avoid for other in others)
 
-    async def _choose(self, num_tokens: int, avoid: Collection[WorkerKey]) -> Placement | None:
-        fitting = [worker for worker in self._workers.known.values() if worker.usable and worker.fits(num_tokens + 1)]
-        fresh = [worker for worker in fitting if worker_key(worker) not in avoid]
-        for workers, is_second_try in ((fresh, False), (fitting, True)):
-            pools, cause = self._pools(workers, num_tokens)
-            if pools:
-                choice: Choice[Worker] = await self._policy.choose(PromptInfo(num_tokens), pools)
-                return Placement(choice.prefill, choice.decode, cause, is_second_try)
+    async def _choose(self, prompt: RoutedPrompt, avoid: Collection[WorkerKey]) -> Placement | None:
+        cached = self._cached_tokens(prompt) if self._looks_up_prefixes else {}
+        info = PromptInfo(prompt.num_tokens, prompt.max_new_tokens, prompt.session, cached)
+        for is_second_try in (False, True) if avoid else (False,):
+            pools, cause = self._candidates(prompt.num_tokens, () if is_second_try else avoid)
+            if not pools:
+                continue
+            if local := self._local_pools(pools, info):
+                pools, cause = local, "short_prompt"
+            choice: Choice[Worker] = await self._policy.choose(info, self._with_room(pools))
+            prefiller = choice.prefill or choice.decode
+            placement = Placement(
+                choice.prefill,
+                choice.decode,
+                cause,
+                is_second_try,
+                cached.get(prefiller.worker_id, 0),
+                cached.get(choice.decode.worker_id, 0),
+                self._policy.uses_prefixes and self._is_blind(),
+            )
+            if self._policy.uses_prefixes:
+                self._guess(prompt, placement)
+            return placement
         return None
 
-    def _pools(self, workers: list[Worker], num_tokens: int) -> tuple[list[Pool[Worker]], str]:
-        """Pools that can be used, and why they have no prefill workers, if so."""
-        by_kind: dict[tuple[str, int], dict[str, list[Worker]]] = {}
-        for worker in workers:
-            kind = by_kind.setdefault((worker.record.fingerprint, worker.record.hash_block_tokens), {})
-            kind.setdefault(worker.record.role, []).append(worker)
-        kinds = by_kind.values()
-        pairs = [Pool(kind["prefill"], kind["decode"]) for kind in kinds if "prefill" in kind and "decode" in kind]
-        if pairs and num_tokens < self._config.local_prefill_tokens:
-            return [Pool((), pool.decodes) for pool in pairs], "short_prompt"
-        if pairs:
-            return pairs, ""
-        alone = [[*kind.get("decode", ()), *kind.get("aggregated", ())] for kind in kinds]
-        cause = "no_prefill_worker" if any("decode" in kind for kind in kinds) else "aggregated"
-        return [Pool((), decodes) for decodes in alone if decodes], cause
+    def _cached_tokens(self, prompt: RoutedPrompt) -> dict[str, int]:
+        """Worker -> tokens of the prompt that it has cached; what an older incarnation had does not count."""
+        cached = {}
+        known = self._workers.known
+        for kind in {pool_kind(pool) for pool in self._candidates(0, ())[0]}:
+            for worker_id, units in self._index.match(prompt.hashes(kind)).items():
+                worker = known.get(worker_id)
+                if worker is None or worker.session.peer is None:
+                    continue
+                if self._index.incarnation(worker_id) in (0, worker.session.peer.incarnation):
+                    cached[worker_id] = units * kind[1]
+        return cached
+
+    def _guess(self, prompt: RoutedPrompt, placement: Placement) -> None:
+        """Both workers will soon have all of the prompt."""
+        unit = placement.decode.record.hash_block_tokens
+        hashes = prompt.hashes(placement.decode.kind)
+        self._index.guess(hashes, placement.decode_cached_tokens // unit, placement.decode.worker_id)
+        if placement.prefill is not None:
+            self._index.guess(hashes, placement.prefill_cached_tokens // unit, placement.prefill.worker_id)
+
+    def _candidates(self, num_tokens: int, avoid: Collection[WorkerKey]) -> tuple[list[Pool[Worker]], str]:
+        """Pools of those that can take the request, and why they have no prefill workers, if so."""
+        usable = self._workers.usable()
+        if not avoid and all(not worker.pool_tokens or worker.pool_tokens > num_tokens for worker in usable):
+            version = self._workers.version
+            if self._pools_of is None or self._pools_of[0] != version:
+                self._pools_of = version, make_pools(usable)
+            return self._pools_of[1]
+        fitting = [worker for worker in usable if worker.fits(num_tokens + 1)]
+        return make_pools(worker for worker in fitting if worker_key(worker) not in avoid)
+
+    def _local_pools(self, pools: list[Pool[Worker]], info: PromptInfo) -> list[Pool[Worker]]:
+        """Decode workers that lack so little of the prompt that a hand-off is not worth it."""
+        limit = self._config.local_prefill_tokens
+        if not limit or not pools[0].prefills:
+            return []
+        cached = info.cached_tokens
+        near = [
+            [worker for worker in pool.decodes if info.num_tokens - cached.get(worker.worker_id, 0) < limit]
+            for pool in pools
+        ]
+        return [Pool((), decodes) for decodes in near if decodes]
+
+    def _with_room(self, pools: list[Pool[Worker]]) -> list[Pool[Worker]]:
+        """Without prefill workers whose queue is full. Raises Unplaceable when all are."""
+        limit = self._config.max_queued_tokens
+        if not limit:
+            return pools
+
+        def has_room(worker: Worker) -> bool:
+            return max(worker.load.queued_tokens, worker.outstanding_tokens) < limit
+
+        roomy = []
+        for pool in pools:
+            prefills = [worker for worker in pool.prefills if has_room(worker)]
+            decodes = pool.decodes if pool.prefills else [worker for worker in pool.decodes if has_room(worker)]
+            if decodes and (prefills or not pool.prefills):
+                roomy.append(Pool(prefills, decodes))
+        if not roomy:
+            message = f"every worker that prefills has {limit} or more prompt tokens in its queue: try again later"
+            raise Unplaceable(pb.ERROR_CODE_OVERLOADED, message, retry_after_s=OVERLOADED_RETRY_S)
+        return roomy
 
     def _is_prefill_connecting(self) -> bool:
         """A prefill worker has just registered and none is there yet: a moment's patience instead of going without."""
-        prefills = self._workers.with_role("prefill")
+        if any(worker.record.role == "prefill" for worker in self._workers.usable()):
+            return False
         new_since_s = asyncio.get_running_loop().time() - CONNECT_WAIT_S
-        is_coming = any(worker.state == "connecting" and worker.met_s > new_since_s for worker in prefills)
-        return is_coming and not any(worker.usable for worker in prefills)
+        prefills = self._workers.with_role("prefill")
+        return any(worker.state == "connecting" and worker.met_s > new_since_s for worker in prefills)
 
     def _of_group(self, group: str, avoid: Collection[WorkerKey]) -> Placement | None:
         if not group or group not in self._groups:
@@ -149,3 +236,21 @@ class Placer:
     def _why_nobody(self) -> str:
         states = sorted(f"{worker.worker_id} is {worker.state}" for worker in self._workers.known.values())
         return "no worker can take the request: " + (", ".join(states[:8]) or "none has registered")
+
+
+def make_pools(workers: Iterable[Worker]) -> tuple[list[Pool[Worker]], str]:
+    """Pairs if there are any, else those that do both; and why there are no prefill workers, if so."""
+    by_kind: dict[ModelKind, dict[str, list[Worker]]] = {}
+    for worker in workers:
+        by_kind.setdefault(worker.kind, {}).setdefault(worker.record.role, []).append(worker)
+    kinds = by_kind.values()
+    pairs = [Pool(kind["prefill"], kind["decode"]) for kind in kinds if "prefill" in kind and "decode" in kind]
+    if pairs:
+        return pairs, ""
+    alone = [[*kind.get("decode", ()), *kind.get("aggregated", ())] for kind in kinds]
+    cause = "no_prefill_worker" if any("decode" in kind for kind in kinds) else "aggregated"
+    return [Pool((), decodes) for decodes in alone if decodes], cause
+
+
+def pool_kind(pool: Pool[Worker]) -> ModelKind:
+    return pool.decodes[0].kind

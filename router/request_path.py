@@ -17,7 +17,8 @@ from pdserve import terminal
 from pdserve.v1 import inference_pb2 as pb
 from router.attempt import Attempt
 from router.config import RouterConfig
-from router.placement import Placer, Unplaceable, WorkerKey
+from router.placement import Placement, Placer, Unplaceable, WorkerKey
+from router.prompt import RoutedPrompt
 from router.workers import Worker
 from telemetry.metrics import RouterMetrics
 
@@ -76,7 +77,7 @@ class RequestPath:
         except TimeoutError:
             last = terminal.timed_out(self._request_id, f"not finished within {timeout_s:g} s")
         except Unplaceable as why:
-            retryable = why.code == pb.ERROR_CODE_NO_WORKERS
+            retryable = why.code in (pb.ERROR_CODE_NO_WORKERS, pb.ERROR_CODE_OVERLOADED)
             last = terminal.failed(
                 self._request_id, why.code, why.message, retryable=retryable, retry_after_s=why.retry_after_s
             )
@@ -113,11 +114,11 @@ class RequestPath:
     async def _dispatch(self, number: int, avoid: set[WorkerKey]) -> Attempt:
         """Choose workers and send them the request, with what is left of its time and what it has so far."""
         request = self._request
-        num_tokens = len(request.prompt_token_ids) + len(self._output_so_far)
-        placement = await self._placer.place(num_tokens, request.group, avoid)
+        prompt = RoutedPrompt.of(request, self._output_so_far)
+        placement = await self._placer.place(prompt, avoid)
         if placement.is_second_try:
             await asyncio.sleep(SECOND_TRY_WAIT_S * 2 ** (number - 2))
-            placement = await self._placer.place(num_tokens, request.group, avoid)
+            placement = await self._placer.place(prompt, avoid)
         now_s = asyncio.get_running_loop().time()
         request.ClearField("handoff")
         request.output_so_far[:] = self._output_so_far
@@ -126,12 +127,21 @@ class RequestPath:
         if not self._has_emitted:
             self._route_s = now_s - self._received_s
             self._metrics.route_seconds.observe(self._route_s)
+        self._count(placement, prompt)
+        return attempt
+
+    def _count(self, placement: Placement, prompt: RoutedPrompt) -> None:
+        metrics = self._metrics
         for worker in (placement.prefill, placement.decode):
             if worker is not None:
-                self._metrics.dispatches.labels(worker.worker_id, worker.record.role).inc()
+                metrics.dispatches.labels(worker.worker_id, worker.record.role).inc()
         if placement.prefill is None:
-            self._metrics.local_prefills.labels(placement.cause).inc()
-        return attempt
+            metrics.local_prefills.labels(placement.cause).inc()
+        metrics.routed_tokens.inc(prompt.num_tokens)
+        metrics.routed_cached_tokens.labels("prefill").inc(placement.prefill_cached_tokens)
+        metrics.routed_cached_tokens.labels("decode").inc(placement.decode_cached_tokens)
+        if placement.is_blind:
+            metrics.blind_decisions.inc()
 
     async def _relay(self, attempt: Attempt) -> pb.Output:
         """Give the decode worker's tokens to the gateway; returns its terminal output. Raises AttemptFailed."""
@@ -146,7 +156,6 @@ class RequestPath:
             if failure is not None:
                 output.ClearField("finish")
             if output.token_ids:
-                attempt.has_tokens = True
                 self._output_so_far.extend(output.token_ids)
                 self._metrics.tokens.inc(len(output.token_ids))
                 self._set_phases(output)

@@ -7,6 +7,7 @@ in request_path.py.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import structlog
 
@@ -27,11 +28,20 @@ log = structlog.get_logger()
 class RouterService:
     """Handler of the SessionServer."""
 
-    def __init__(self, workers: Workers, placer: Placer, config: RouterConfig, metrics: RouterMetrics) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        placer: Placer,
+        config: RouterConfig,
+        metrics: RouterMetrics,
+        why_behind: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """``why_behind``: what the prefix index still lacks, if anything."""
         self._workers = workers
         self._placer = placer
         self._config = config
         self._metrics = metrics
+        self._why_behind = why_behind
         self._running: dict[RequestKey, tuple[asyncio.Task[None], RequestPath]] = {}
         self._was_ready = False
         self.draining = False
@@ -83,6 +93,8 @@ class RouterService:
         needed_prefills = max(self._config.min_prefill_workers, bool(self._workers.with_role("prefill")))
         if prefills < needed_prefills:
             return f"{prefills} of {needed_prefills} prefill workers were reached"
+        if behind := self._why_behind():
+            return behind
         self._was_ready = True
         return None
 

@@ -20,6 +20,7 @@ from pdserve.session import Session
 from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import kv_pb2
 from registry import RegistryUnavailable, WorkerRecord, WorkerRegistry
+from router.prompt import ModelKind
 
 MAX_WORKERS = 4096
 STATES = ("usable", "draining", "connecting", "lost", "stale", "impostor")
@@ -36,6 +37,7 @@ class Worker:
         self.met_s = asyncio.get_running_loop().time()
         self.outstanding_requests = 0
         self.outstanding_tokens = 0
+        self.outstanding_kv_tokens = 0
 
     @property
     def worker_id(self) -> str:
@@ -44,6 +46,20 @@ class Worker:
     @property
     def load(self) -> pb.Load:
         return self.session.load
+
+    @property
+    def kind(self) -> ModelKind:
+        """Workers of one kind are pairs, and name their blocks alike."""
+        return self.record.fingerprint, self.record.hash_block_tokens
+
+    @property
+    def stride(self) -> int:
+        """Hash units in one of its blocks."""
+        return max(1, self.record.block_size // max(1, self.record.hash_block_tokens))
+
+    @property
+    def pool_tokens(self) -> int:
+        return self.record.pool_tokens
 
     @property
     def state(self) -> str:
@@ -93,9 +109,22 @@ class Workers:
         self._on_registry_failure = on_registry_failure
         self._registry_answers = True
         self._changed = asyncio.Event()
+        self._usable: list[Worker] | None = None
+        self._version = 0
 
     def with_role(self, *roles: str) -> list[Worker]:
         return [worker for worker in self.known.values() if worker.record.role in roles]
+
+    @property
+    def version(self) -> int:
+        """Another one whenever a worker came, went or changed."""
+        return self._version
+
+    def usable(self) -> list[Worker]:
+        """Those that can take requests; made anew when one has changed, not for every request."""
+        if self._usable is None:
+            self._usable = [worker for worker in self.known.values() if worker.usable]
+        return self._usable
 
     def emitting_load(self) -> pb.Load:
         """Sum over the usable workers that emit tokens; without any, all zero (which tells gateways so)."""
@@ -169,5 +198,7 @@ class Workers:
         return Session.start(record.address, self._identity, on_change=lambda _: self._notify())
 
     def _notify(self) -> None:
+        self._usable = None
+        self._version += 1
         self._changed.set()
         self._changed = asyncio.Event()

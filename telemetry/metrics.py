@@ -172,6 +172,25 @@ class RouterMetrics:
         self.migrations = Counter(
             "pdserve_migrations", "Retries of requests that had streamed tokens", registry=registry
         )
+        self.routed_tokens = Counter(
+            "pdserve_routed_tokens", "Prompt tokens of dispatched requests, attempts included", registry=registry
+        )
+        self.routed_cached_tokens = Counter(
+            "pdserve_routed_cached_tokens",
+            "Those that the chosen worker has cached, as far as the router knows",
+            ["side"],
+            registry=registry,
+        )
+        self.blind_decisions = Counter(
+            "pdserve_blind_decisions", "Requests placed without knowing who has which prefix", registry=registry
+        )
+        self.prefix_index_blocks = Gauge("pdserve_prefix_index_blocks", "Blocks with an owner", registry=registry)
+        self.prefix_index_caught_up = Gauge(
+            "pdserve_prefix_index_caught_up", "1: all known workers' blocks are in the index", registry=registry
+        )
+        self.prefix_index_resyncs = Counter(
+            "pdserve_prefix_index_resyncs", "Snapshots taken of a worker met before", ["reason"], registry=registry
+        )
         self.tokens = Counter("pdserve_relayed_tokens", "Tokens relayed to gateways", registry=registry)
         self.dropped_outputs = Gauge(
             "pdserve_dropped_outputs",

@@ -213,6 +213,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     HANDOFF_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique on the session. The router appends the attempt, so a retry is another id on the worker's session."""
     timeout_s: _builtins.float
@@ -223,6 +224,8 @@ class GenerateRequest(_message.Message):
     """smaller runs earlier"""
     group: _builtins.str
     """Requests with the same non-empty group go to the same pair of workers (the n choices of one prompt)."""
+    session: _builtins.str
+    """What belongs together as the client sees it; routing policies may keep it on one pair of workers."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -247,10 +250,11 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         group: _builtins.str = ...,
         handoff: Global___Handoff | None = ...,
+        session: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "group", b"group", "handoff", b"handoff", "output_so_far", b"output_so_far", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "group", b"group", "handoff", b"handoff", "output_so_far", b"output_so_far", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,9 +7,15 @@ from importlib import import_module
 from router.policies.base import Policy
 
 POLICIES = {
+    "prefix_aware": "router.policies.prefix_aware:PrefixAware",
+    "power_of_two": "router.policies.power_of_two:PowerOfTwo",
     "round_robin": "router.policies.round_robin:RoundRobin",
     "least_loaded": "router.policies.least_loaded:LeastLoaded",
+    "session": "router.policies.session:SessionAffinity",
 }
+
+
+DEFAULT_POLICY = "prefix_aware"
 
 
 def make_policy(name: str) -> Policy:

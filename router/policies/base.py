@@ -6,8 +6,8 @@ prefill and decode worker together. ``bench`` drives the same policies with simu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 
@@ -39,7 +39,16 @@ class Candidate(Protocol):
 
     @property
     def outstanding_tokens(self) -> int:
-        """Prompt tokens of those."""
+        """Prompt tokens of those that it has yet to compute, as far as this router knows: without cached ones, and
+        without those whose prefill has ended."""
+
+    @property
+    def outstanding_kv_tokens(self) -> int:
+        """Tokens of those: KV that they hold there, or will hold."""
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that its KV pool holds; 0: not known."""
 
 
 C = TypeVar("C", bound=Candidate)
@@ -67,10 +76,20 @@ class PromptInfo:
 
     num_tokens: int
     """Prompt and output so far."""
+    max_new_tokens: int = 0
+    """It may grow by so many."""
+    session: str = ""
+    """Requests that belong together, as the client sees it; empty: it did not say."""
+    cached_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Worker id -> how much of the prompt it has cached. Those that have nothing are left out. Empty for a policy that
+    does not ask (``uses_prefixes``)."""
 
 
 class Policy(Protocol):
-    """Chooses a pair. Asynchronous, so that one may ask an index."""
+    """Chooses a pair. Asynchronous, so that one may ask somebody else."""
+
+    uses_prefixes: bool
+    """Whether to look up who has the prompt's prefix cached."""
 
     async def choose(self, prompt: PromptInfo, pools: Sequence[Pool[C]]) -> Choice[C]:
         """One worker of each kind from one of the pools (at least one pool). Never waits for workers to appear."""

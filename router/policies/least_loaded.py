@@ -14,6 +14,8 @@ from router.policies.base import C, Choice, Pool, PromptInfo
 
 
 class LeastLoaded:
+    uses_prefixes = False
+
     def __init__(self, seed: int | None = None) -> None:
         self._random = random.Random(seed)
 

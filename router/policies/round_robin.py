@@ -13,6 +13,8 @@ MAX_REMEMBERED = 65_536
 class RoundRobin:
     """Remembers the order of choices, not a position in a list: workers may come and go without a skipped turn."""
 
+    uses_prefixes = False
+
     def __init__(self) -> None:
         self._turn = 0
         self._last_turn: OrderedDict[str, int] = OrderedDict()

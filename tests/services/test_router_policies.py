@@ -21,10 +21,13 @@ class Sim:
     load: pb.Load = field(default_factory=pb.Load)
     outstanding_requests: int = 0
     outstanding_tokens: int = 0
+    outstanding_kv_tokens: int = 0
+    pool_tokens: int = 0
 
     def take(self, tokens: int) -> None:
         self.outstanding_requests += 1
         self.outstanding_tokens += tokens
+        self.outstanding_kv_tokens += tokens
 
 
 def sims(prefix: str, count: int) -> list[Sim]:
@@ -40,13 +43,15 @@ async def test_every_policy_spreads_a_burst_evenly(name: str) -> None:
     policy = make_policy(name)
     pool = Pool(sims("p", 4), sims("d", 3))
     chosen: Counter[str] = Counter()
-    for _ in range(120):
+    for _ in range(120):  # without a session of the client's
         choice = await policy.choose(PROMPT, [pool])
         assert choice.prefill is not None
         for worker in (choice.prefill, choice.decode):
             worker.take(PROMPT.num_tokens)
             chosen[worker.worker_id] += 1
-    assert chosen == Counter({"p0": 30, "p1": 30, "p2": 30, "p3": 30, "d0": 40, "d1": 40, "d2": 40})
+    even = Counter({"p0": 30, "p1": 30, "p2": 30, "p3": 30, "d0": 40, "d1": 40, "d2": 40})
+    tolerance = 4 if name == "power_of_two" else 0  # it does not look at all of them
+    assert all(abs(chosen[worker_id] - count) <= tolerance for worker_id, count in even.items()), chosen
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
