@@ -1,8 +1,8 @@
 """A step's inputs as one block of memory that goes to the device in one copy.
 
 Owns the slots (a running request keeps one, with its block table and sampling parameters, from its first step here to
-its last), the layout of the block, and the packing of a scheduled batch into it. No CUDA: arrays are numpy, so all of it
-runs and is tested on a CPU. Called by the GPU runner.
+its last), the layout of the block, and the packing of a scheduled batch into it. No CUDA: arrays are numpy, so all of
+it runs and is tested on a CPU. Called by the GPU runner.
 
     batch --pack_step--> staging block (tokens, positions, slots, lengths, ...)  + changed block-table entries
 
@@ -15,6 +15,7 @@ Shape letters: T tokens, R rows (requests), M blocks of the longest request.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -177,7 +178,7 @@ def pack_step(batch: ScheduledBatch, slots: RequestSlots, layout: StepLayout, bl
             known = request.all_token_ids
             first_tokens.append(known[item.start] if item.start < len(known) else -1 - slot)
     num_decodes = len(first_tokens)
-    slot, start, length = np.array(of_item), np.array(starts), np.array(lens)
+    slot_of, start, length = np.array(of_item), np.array(starts), np.array(lens)
     seq_lens = start + length
 
     cu = out["cu_seqlens_q"]
@@ -186,7 +187,7 @@ def pack_step(batch: ScheduledBatch, slots: RequestSlots, layout: StepLayout, bl
     num_tokens = int(cu[count])
     cu[count + 1 :] = num_tokens
     _fill(out["seq_lens"], seq_lens, 0)
-    _fill(out["slots"], slot, slots.num_slots)
+    _fill(out["slots"], slot_of, slots.num_slots)
 
     token_ids = out["token_ids"]
     token_ids[:num_decodes] = first_tokens
@@ -196,16 +197,16 @@ def pack_step(batch: ScheduledBatch, slots: RequestSlots, layout: StepLayout, bl
         token_ids[at : at + item.num_tokens] = item.request.all_token_ids[item.start : item.start + item.num_tokens]
     token_ids[num_tokens:] = 0
     if num_tokens == count:
-        positions, owner = start, slot
+        positions, owner = start, slot_of
     else:
         item_of = np.repeat(np.arange(count), length)
         positions = np.arange(num_tokens) - cu[item_of] + start[item_of]
-        owner = slot[item_of]
+        owner = slot_of[item_of]
     _fill(out["positions"], positions, 0)
     _fill(out["slot_mapping"], slots.table[owner, positions // size] * size + positions % size, -1)
 
     rows = np.array(sampled, np.int64)
-    of_row = slot[rows] if len(rows) != count else slot
+    of_row = slot_of[rows]
     _fill(out["logits_index"], cu[rows + 1] - 1, 0)
     _fill(out["sample_slots"], of_row, slots.num_slots)
     temperature = slots.temperature[of_row]
@@ -228,7 +229,7 @@ def pack_step(batch: ScheduledBatch, slots: RequestSlots, layout: StepLayout, bl
         num_tokens=num_tokens,
         num_decodes=num_decodes,
         max_q_len=int(length.max()),
-        slots=slot,
+        slots=slot_of,
         seq_lens=seq_lens,
         sampled=sampled,
         greedy=greedy,
@@ -237,6 +238,6 @@ def pack_step(batch: ScheduledBatch, slots: RequestSlots, layout: StepLayout, bl
     )
 
 
-def _fill(target: NDArray[np.int32] | NDArray[np.float32], values: NDArray[np.generic], padding: int) -> None:
+def _fill(target: NDArray[np.int32] | NDArray[np.float32], values: NDArray[Any], padding: int) -> None:
     target[: len(values)] = values
     target[len(values) :] = padding

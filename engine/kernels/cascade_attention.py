@@ -131,7 +131,10 @@ class CascadePlan:
             (self._buffers.kv_begin, kv_begin),
             (self._buffers.count, count),
         ):
-            target[: len(source)].copy_(torch.from_numpy(source))
+            host = torch.from_numpy(source)
+            # Pinned, or the copy would wait for the steps in flight.
+            host = host.pin_memory() if target.device.type == "cuda" else host
+            target[: len(source)].copy_(host, non_blocking=True)
         self.prefix = self._buffers
 
     def _lay_out(

@@ -138,11 +138,13 @@ def rope_kv_write(
     q_norm_weight: torch.Tensor | None = None,
     k_norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Norm and rotate q [T, H, D] and k [T, K, D], write k and v to their slots (a negative slot: nowhere) -> q."""
     tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
-    out = torch.empty(tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty(tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
     half = head_dim // 2
     block_q = min(16, triton.next_power_of_2(num_heads))
     block_k = min(16, triton.next_power_of_2(num_kv_heads))

@@ -6,9 +6,13 @@ it says how many leading requests are decodes and whether they share prefixes; t
 first layer that attends (one small launch a step and window, captured with the rest).
 
     begin_step -> layer 0: plan, attend -> layer 1: attend -> ...
+
+A ``seam`` stands in for attention while the rest of a forward pass is captured piece by piece (``engine.cuda_graphs``).
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +29,18 @@ _SKINNY_OUTPUTS = 8192
 _SKINNY_TILING = SkinnyTiling(block_n=64, block_k=256, split=1, num_stages=4, num_warps=4, tma=True)
 
 
+class AttentionSeam(Protocol):
+    """What a capture puts in attention's place."""
+
+    def queries(self, q: torch.Tensor) -> torch.Tensor:
+        """Where the rotated queries, shaped like ``q``, go."""
+        ...
+
+    def attend(self, kv_layer: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
+        """Where this layer's attention output will be."""
+        ...
+
+
 class TritonKernels:
     """See ``engine.kernels.Kernels``. One stream: workspaces are shared by all calls."""
 
@@ -37,6 +53,7 @@ class TritonKernels:
         self._stepwise = False
         self._num_decodes = 0
         self._cascade: CascadePlan | None = None
+        self.seam: AttentionSeam | None = None
 
     def begin_step(self, num_decodes: int, cascade: CascadePlan | None = None) -> None:
         """The layers' next batch: its first ``num_decodes`` requests have one token; ``cascade`` is theirs."""
@@ -55,6 +72,9 @@ class TritonKernels:
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> Linear:
         """Takes over ``weight`` [out, in]; it stays as it is."""
         if out_dtype not in (None, weight.dtype):
+            if bias is None and weight.device.type == "cuda":
+                # Straight from the float32 sums, without rounding between.
+                return lambda x: torch.mm(x, weight.t(), out_dtype=out_dtype)
             multiply = self.linear(weight, bias)
             return lambda x: multiply(x).to(out_dtype)
         fits = weight.shape[0] <= _SKINNY_OUTPUTS and weight.shape[1] % _SKINNY_TILING.block_k == 0
@@ -88,8 +108,9 @@ class TritonKernels:
         k_norm_weight: torch.Tensor | None = None,
         eps: float = 1e-6,
     ) -> torch.Tensor:
+        out = None if self.seam is None else self.seam.queries(q)
         return elementwise.rope_kv_write(
-            q, k, v, cos_sin, positions, slot_mapping, kv_layer, q_norm_weight, k_norm_weight, eps
+            q, k, v, cos_sin, positions, slot_mapping, kv_layer, q_norm_weight, k_norm_weight, eps, out
         )
 
     def paged_attention(
@@ -103,9 +124,19 @@ class TritonKernels:
         max_q_len: int,
         window: int | None = None,
     ) -> torch.Tensor:
+        if self.seam is not None:
+            return self.seam.attend(kv_layer, scale, window)
+        out = torch.empty_like(q)
+        self.attend(q, kv_layer, block_table, cu_seqlens_q, seq_lens, scale, max_q_len, window, out)
+        return out
+
+    def attend(
+        self, q: torch.Tensor, kv_layer: torch.Tensor, block_table: torch.Tensor, cu_seqlens_q: torch.Tensor,
+        seq_lens: torch.Tensor, scale: float, max_q_len: int, window: int | None, out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """``paged_attention`` into ``out``; rows past the last request's are left as they are."""
         requests = seq_lens.shape[0]
         decodes = requests if max_q_len == 1 else self._num_decodes
-        out = torch.empty_like(q)
         if decodes:
             self._decode(q[:decodes], kv_layer, block_table, seq_lens[:decodes], scale, window, out[:decodes])
         if decodes < requests:
@@ -121,7 +152,6 @@ class TritonKernels:
                 window,
                 out,
             )
-        return out
 
     def _decode(
         self, q: torch.Tensor, kv_layer: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, scale: float,

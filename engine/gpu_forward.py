@@ -1,0 +1,262 @@
+"""The model's forward pass over packed steps on a CUDA device: eager, or from graphs.
+
+Owns the static buffers (inputs, block tables, last tokens, hidden states) and the graphs over them; not the weights,
+the KV cache or the sampling. Made and called by the GPU runner. Three ways, by what a step holds:
+
+    only decodes, at most ``max_num_seqs``      one graph of the next larger batch size, with or without cascade
+    few tokens (launching would cost most)      graphs between attention calls, of the next larger token count
+    else, or when KV leaves layer by layer      eager, exact sizes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.batch import ForwardBatch
+from engine.cuda_graphs import CapturedForward, decode_buckets, token_buckets
+from engine.gpu_batch import Ints, PackedStep, RequestSlots, StepLayout
+from engine.kernels.cascade_attention import CascadePlan
+from engine.kernels.cascade_plan import CascadeCost, choose_groups, find_groups
+from engine.kernels.step_inputs import prepare, update_table
+from engine.kernels.triton_gpu import TritonKernels
+from engine.model_config import ModelConfig
+from engine.models import CausalLM
+
+MAX_PIECEWISE_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """How a step runs, and where its inputs lie."""
+
+    kind: str
+    """decode | pieces | eager"""
+    layout: StepLayout
+    inputs: dict[str, torch.Tensor]
+
+
+class GpuForward:
+    def __init__(
+        self,
+        model: CausalLM,
+        kernels: TritonKernels,
+        config: ModelConfig,
+        slots: RequestSlots,
+        *,
+        max_tokens: int,
+        kv_layers: list[torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._model, self._kernels, self._kv_layers, self._slots = model, kernels, kv_layers, slots
+        self._max_rows = slots.num_slots
+        self._decode_sizes = decode_buckets(self._max_rows)
+        self._token_sizes = token_buckets(min(MAX_PIECEWISE_TOKENS, max_tokens))
+        words = max(StepLayout(max_tokens, self._max_rows).words, StepLayout(self._max_rows, self._max_rows).words)
+
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self._block = ints(words)
+        self._table = ints(*slots.table.shape)
+        self._step_table = ints(self._max_rows, slots.max_blocks)
+        self.last_tokens = ints(slots.num_slots + 1)
+        static_tokens = max(self._max_rows, *self._token_sizes, 1)
+        heads = (static_tokens, config.num_heads, config.head_dim)
+        self._hidden = torch.zeros(static_tokens, config.hidden_size, dtype=dtype, device=device)
+        self._queries = torch.zeros(heads, dtype=dtype, device=device)
+        self._mixed = torch.zeros(heads, dtype=dtype, device=device)
+        self._shapes: dict[tuple[int, int], tuple[StepLayout, dict[str, torch.Tensor]]] = {}
+        self._graphs: dict[tuple[str, int, bool], CapturedForward] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        cost = CascadeCost(num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
+        power_of_two = (config.num_heads // config.num_kv_heads).bit_count() == 1
+        can_share = dtype.itemsize == 2 and power_of_two and None in config.windows
+        self._cascade = CascadePlan(self._max_rows, cost, device) if can_share else None
+        self._grouped = np.zeros(0, np.int64)
+
+    @property
+    def block_words(self) -> int:
+        return int(self._block.numel())
+
+    def shape_of(self, num_requests: int, num_tokens: int, eager: bool) -> StepShape:
+        """``eager``: someone wants to be told after each layer."""
+        if not eager and num_tokens == num_requests:
+            rows = next(size for size in self._decode_sizes if size >= num_requests)
+            return StepShape("decode", *self._static(rows, rows))
+        if not eager and self._token_sizes and num_tokens <= self._token_sizes[-1]:
+            tokens = next(size for size in self._token_sizes if size >= num_tokens)
+            return StepShape("pieces", *self._static(tokens, self._max_rows))
+        layout = StepLayout(num_tokens, num_requests)
+        return StepShape("eager", layout, self._views(layout))
+
+    def run(
+        self, shape: StepShape, step: PackedStep, block: torch.Tensor, after_layer: Callable[[int], None] | None = None
+    ) -> torch.Tensor:
+        """Hidden states of the rows that draw a token (decode: of all rows, padding too). ``block`` is pinned."""
+        self._block[: shape.layout.words].copy_(block[: shape.layout.words], non_blocking=True)
+        self._apply_changes()
+        cascade = self._choose_cascade(step)
+        if shape.kind == "decode":
+            rows = shape.layout.rows
+            self._replay(("decode", rows, cascade is not None), shape, rows, cascade)
+            if len(step.sampled) == step.num_requests:
+                return self._hidden[:rows]
+            return self._hidden.index_select(0, shape.inputs["logits_index"][: len(step.sampled)])
+        num_requests = step.num_requests
+        batch = self._batch(shape, num_requests, step.max_q_len, len(step.sampled))
+        self._kernels.begin_step(step.num_decodes, cascade)
+        if shape.kind == "pieces":
+            return self._run_pieces(shape, batch, len(step.sampled))
+        self._prepare(shape)
+        return self._model.forward(batch, self._kv_layers, after_layer)
+
+    def capture_all(self) -> int:
+        """Capture every graph that a step without shared prefixes can use; how many there are. Largest first."""
+        for rows in reversed(self._decode_sizes):
+            shape = StepShape("decode", *self._static(rows, rows))
+            self._blank(shape, 0)
+            self._replay(("decode", rows, False), shape, rows, None)
+        for tokens in reversed(self._token_sizes):
+            shape = StepShape("pieces", *self._static(tokens, self._max_rows))
+            requests, longest = self._blank(shape, tokens)
+            self._kernels.begin_step(0)
+            self._run_pieces(shape, self._batch(shape, requests, longest, 1), 1)
+        return len(self._graphs)
+
+    def run_blank(self, num_tokens: int) -> None:
+        """An eager pass that writes no KV: to see what it needs, and to compile."""
+        shape = self.shape_of(self._max_rows, num_tokens, eager=True)
+        requests, longest = self._blank(shape, num_tokens)
+        self._kernels.begin_step(0)
+        self._prepare(shape)
+        self._model.forward(self._batch(shape, requests, longest, requests), self._kv_layers)
+
+    # --- graphs ---
+
+    def _replay(self, key: tuple[str, int, bool], shape: StepShape, rows: int, cascade: CascadePlan | None) -> None:
+        """The decode graph of that key; the first time, its kernels one by one, and then the capture."""
+        graph = self._graphs.get(key)
+        if graph is not None:
+            graph.replay()
+            return
+        batch = self._batch(shape, rows, 1, rows)
+
+        def forward() -> None:
+            self._kernels.begin_step(rows, cascade)
+            self._prepare(shape)
+            self._hidden[:rows].copy_(self._model.forward(batch, self._kv_layers))
+
+        forward()
+        self._graphs[key] = CapturedForward(forward, self._pool)
+
+    def _run_pieces(self, shape: StepShape, batch: ForwardBatch, sampled: int) -> torch.Tensor:
+        tokens = shape.layout.tokens
+        key = ("pieces", tokens, False)
+        graph = self._graphs.get(key)
+        queries, mixed = self._queries[:tokens], self._mixed[:tokens]
+        if graph is None:
+            # logits_index as long as the tokens: the hidden states of all of them, so that any may be drawn from.
+            whole = ForwardBatch(
+                batch.token_ids, batch.positions, batch.slot_mapping, batch.cu_seqlens_q, batch.seq_lens,
+                batch.block_table, batch.token_ids, batch.max_q_len,
+            )  # fmt: skip
+
+            def forward() -> None:
+                self._prepare(shape)
+                self._hidden[:tokens].copy_(self._model.forward(whole, self._kv_layers))
+
+            forward()
+            self._graphs[key] = CapturedForward.in_pieces(forward, self._pool, self._kernels, queries, mixed)
+        else:
+
+            def attend(kv_layer: torch.Tensor, scale: float, window: int | None) -> None:
+                self._kernels.attend(
+                    queries, kv_layer, batch.block_table, batch.cu_seqlens_q, batch.seq_lens, scale, batch.max_q_len,
+                    window, mixed,
+                )  # fmt: skip
+
+            graph.replay(attend)
+        return self._hidden.index_select(0, shape.inputs["logits_index"][:sampled])
+
+    # --- inputs ---
+
+    def _static(self, tokens: int, rows: int) -> tuple[StepLayout, dict[str, torch.Tensor]]:
+        found = self._shapes.get((tokens, rows))
+        if found is None:
+            layout = StepLayout(tokens, rows)
+            found = self._shapes[tokens, rows] = (layout, self._views(layout))
+        return found
+
+    def _views(self, layout: StepLayout) -> dict[str, torch.Tensor]:
+        return {name: self._block[where] for name, where in layout.fields.items()}
+
+    def _batch(self, shape: StepShape, requests: int, max_q_len: int, sampled: int) -> ForwardBatch:
+        inputs = shape.inputs
+        return ForwardBatch(
+            token_ids=inputs["token_ids"],
+            positions=inputs["positions"],
+            slot_mapping=inputs["slot_mapping"],
+            cu_seqlens_q=inputs["cu_seqlens_q"][: requests + 1],
+            seq_lens=inputs["seq_lens"][:requests],
+            block_table=self._step_table[:requests],
+            logits_index=inputs["logits_index"][:sampled],
+            max_q_len=max_q_len,
+        )
+
+    def _prepare(self, shape: StepShape) -> None:
+        inputs = shape.inputs
+        prepare(
+            inputs["token_ids"], inputs["slots"], inputs["seq_lens"], self.last_tokens, self._table, self._step_table,
+            self._slots.block_size,
+        )  # fmt: skip
+
+    def _apply_changes(self) -> None:
+        at, ids = self._slots.take_changes()
+        if at:
+            host = torch.from_numpy(np.array([at, ids], np.int32)).pin_memory()
+            changes = host.to(self._table.device, non_blocking=True)
+            update_table(self._table, changes[0], changes[1])
+
+    def _blank(self, shape: StepShape, num_tokens: int) -> tuple[int, int]:
+        """Inputs of requests that have no KV, as few as can have ``num_tokens``; their number and longest."""
+        layout = shape.layout
+        block: Ints = np.zeros(layout.words, np.int32)
+        out = layout.arrays(block)
+        out["slots"][:] = self._slots.num_slots
+        out["sample_slots"][:] = self._slots.num_slots
+        out["slot_mapping"][:] = -1
+        longest = min(num_tokens, (self._slots.max_blocks - 1) * self._slots.block_size)
+        rows = max(1, min(layout.rows, -(-num_tokens // max(longest, 1))))
+        ends = np.minimum(np.arange(1, layout.rows + 1) * longest, num_tokens)
+        ends[rows:] = ends[rows - 1]
+        out["cu_seqlens_q"][1:] = ends
+        out["seq_lens"][:] = np.diff(ends, prepend=0)
+        self._block[: layout.words].copy_(torch.from_numpy(block))
+        return rows, longest
+
+    # --- shared prefixes ---
+
+    def _choose_cascade(self, step: PackedStep) -> CascadePlan | None:
+        """The plan of this step's decodes, if sharing pays. Regrouped only when they are others than before."""
+        plan, count = self._cascade, step.num_decodes
+        if plan is None or count < 2:
+            return None
+        slots = step.slots[:count]
+        stamps = self._slots.stamp[slots]
+        if not np.array_equal(stamps, self._grouped):
+            self._grouped = stamps
+            seq_lens = step.seq_lens[:count].astype(np.int32)
+            size = self._slots.block_size
+            table = self._slots.table[slots, : -(-int(seq_lens.max()) // size)]
+            ranges = choose_groups(find_groups(table, seq_lens, size), size, plan.cost)
+            if ranges or plan.prefix is not None:
+                # Padding has no shared range either.
+                padded = np.zeros(next(s for s in self._decode_sizes if s >= count), np.int32)
+                padded[:count] = seq_lens
+                plan.regroup(table, padded, size, ranges)
+        return plan if plan.prefix is not None else None

@@ -1,0 +1,32 @@
+"""Which runner serves which device. A new one is a module and a line in ``RUNNERS``; the others are not imported."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.config import EngineConfig
+
+if TYPE_CHECKING:
+    from engine.gpu_runner import GpuRunner
+    from engine.model_runner import ModelRunner
+
+RUNNERS = {"cpu": "engine.model_runner:ModelRunner", "cuda": "engine.gpu_runner:GpuRunner"}
+
+
+def build_runner(config: EngineConfig) -> ModelRunner | GpuRunner:
+    """The runner of ``config.device`` with its model loaded.
+
+    Raises:
+        ValueError: no runner for such a device, or none of its kind is here.
+    """
+    kind = torch.device(config.device).type
+    if kind not in RUNNERS:
+        raise ValueError(f"device {config.device!r} is not supported: use {' or '.join(RUNNERS)}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {config.device!r}: torch finds no CUDA device here; use --device cpu")
+    module, _, attribute = RUNNERS[kind].partition(":")
+    runner: ModelRunner | GpuRunner = getattr(import_module(module), attribute)(config)
+    return runner
