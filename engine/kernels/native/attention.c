@@ -22,9 +22,11 @@
 INLINE v16 dot_pair(v16 sum, v16 a, uint32_t b) {
     return (v16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)_mm512_set1_epi32(b));
 }
-#else
+INLINE v16 dot_pairs(v16 sum, v16 a, v16 b) { return (v16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
+#else  // never called
 #define PAIRS 0
-INLINE v16 dot_pair(v16 sum, v16 a, uint32_t b) { return sum + a * (float)b; }  // never called
+INLINE v16 dot_pair(v16 sum, v16 a, uint32_t b) { return sum + a * (float)b; }
+INLINE v16 dot_pairs(v16 sum, v16 a, v16 b) { return sum + a * b; }
 #endif
 
 typedef struct {
@@ -60,6 +62,8 @@ INLINE void fetch(const char *row, long d, int bf16) {
 
 // ---- decode --------------------------------------------------------------------------------------------------------
 
+#define IN_PAIRS(d) (PAIRS && bf16 && (d) % 32 == 0)  // a vector of pairs is 32 elements
+
 INLINE v16 fold(v16 a, v16 b, u16x low, u16x high) {
     return __builtin_shuffle(a, b, (i16x)low) + __builtin_shuffle(a, b, (i16x)high);
 }
@@ -79,23 +83,31 @@ INLINE v16 sum_each(v16 *v) {
 }
 
 // Scores of G heads with n keys; up to the next multiple of 16 they are those of the last key.
-INLINE void decode_scores(const int G, const float *q, const char **keys, const char **next, long n, float (*scores)[CHUNK], long d, int bf16) {
+INLINE void decode_scores(const int G, const float *q, float scale, const char **keys, const char **next, long n, float (*scores)[CHUNK], long d, int bf16) {
     for (long t = 0; t < n; t += 16) {
         v16 dots[4][16];
         for (long i = 0; i < 16; i++) {
             const char *key = keys[min_long(t + i, n - 1)];
             fetch(next[t + i], d, bf16);
             v16 dot[4] = {};
-            for (long j = 0; j < d; j += 16) {
-                v16 k = load16(key, j, bf16);
+            if (IN_PAIRS(d)) {
+                for (long j = 0; j < d; j += 32) {
+                    v16 k = *(const v16 *)(key + 2 * j);
 #pragma GCC unroll 4
-                for (int g = 0; g < G; g++) dot[g] += k * *(v16 *)(q + g * d + j);
+                    for (int g = 0; g < G; g++) dot[g] = dot_pairs(dot[g], k, *(v16 *)((char *)q + 2 * (g * d + j)));
+                }
+            } else {
+                for (long j = 0; j < d; j += 16) {
+                    v16 k = load16(key, j, bf16);
+#pragma GCC unroll 4
+                    for (int g = 0; g < G; g++) dot[g] += k * *(v16 *)(q + g * d + j);
+                }
             }
 #pragma GCC unroll 4
             for (int g = 0; g < G; g++) dots[g][i] = dot[g];
         }
 #pragma GCC unroll 4
-        for (int g = 0; g < G; g++) *(v16 *)(scores[g] + t) = sum_each(dots[g]);
+        for (int g = 0; g < G; g++) *(v16 *)(scores[g] + t) = sum_each(dots[g]) * scale;
     }
 }
 
@@ -122,9 +134,9 @@ INLINE void decode_values(const int G, const int C, float *sums, const char **ke
 }
 
 // Fold a chunk into the sums of G <= 4 heads.
-INLINE void decode_chunk(const int G, const float *q, float *sums, const char **keys, const char **next, long offset, long n, long d, int bf16) {
+INLINE void decode_chunk(const int G, const float *q, float scale, float *sums, const char **keys, const char **next, long offset, long n, long d, int bf16) {
     float scores[4][CHUNK];
-    decode_scores(G, q, keys, next, n, scores, d, bf16);
+    decode_scores(G, q, scale, keys, next, n, scores, d, bf16);
     for (int g = 0; g < G; g++) {
         float *sum = sums + g * (d + 2), best = sum[d];
         for (long t = 0; t < n; t++) best = scores[g][t] > best ? scores[g][t] : best;
@@ -149,23 +161,29 @@ INLINE void decode_part(const AttentionArgs *a, const Work *w, long head, float 
     const char *chunks[2][CHUNK], **keys = chunks[0], **next = chunks[1];
     for (long g = 0; g < group; g++) {
         const void *from = at(a->q, a->cu_seqlens[w->request] * a->stride + (head * group + g) * d, bf16);
-        for (long j = 0; j < d; j += 16) *(v16 *)(q + g * d + j) = load16(from, j, bf16) * a->scale;
+        if (IN_PAIRS(d)) memcpy((char *)q + 2 * g * d, from, 2 * d);
+        else for (long j = 0; j < d; j += 16) *(v16 *)(q + g * d + j) = load16(from, j, bf16);
         memset(sums + g * (d + 2), 0, (d + 2) * sizeof(float));
         sums[g * (d + 2) + d] = -1e30f;
     }
     long n = min_long(CHUNK - begin % CHUNK, end - begin);
     find_keys(a, w->request, head, begin, begin + n, keys, bf16);
+    for (long t = 0; t < n; t++) {
+        fetch(keys[t], d, bf16);
+        fetch(keys[t] + value_offset(a, bf16), d, bf16);
+    }
     for (long start = begin, next_n; start < end; start += n, n = next_n) {
         next_n = min_long(CHUNK, end - start - n);
         find_keys(a, w->request, head, start + n, start + n + next_n, next, bf16);
         for (long t = next_n; t < CHUNK; t++) next[t] = keys[0];  // nothing more to fetch
         for (long g = 0; g < group; g += 4) {
             float *to = sums + g * (d + 2);
+            const float *group_q = at(q, g * d, IN_PAIRS(d));
             switch (min_long(4, group - g)) {
-            case 1: decode_chunk(1, q + g * d, to, keys, next, value_offset(a, bf16), n, d, bf16); break;
-            case 2: decode_chunk(2, q + g * d, to, keys, next, value_offset(a, bf16), n, d, bf16); break;
-            case 3: decode_chunk(3, q + g * d, to, keys, next, value_offset(a, bf16), n, d, bf16); break;
-            case 4: decode_chunk(4, q + g * d, to, keys, next, value_offset(a, bf16), n, d, bf16); break;
+            case 1: decode_chunk(1, group_q, a->scale, to, keys, next, value_offset(a, bf16), n, d, bf16); break;
+            case 2: decode_chunk(2, group_q, a->scale, to, keys, next, value_offset(a, bf16), n, d, bf16); break;
+            case 3: decode_chunk(3, group_q, a->scale, to, keys, next, value_offset(a, bf16), n, d, bf16); break;
+            case 4: decode_chunk(4, group_q, a->scale, to, keys, next, value_offset(a, bf16), n, d, bf16); break;
             }
         }
         const char **swap = keys;
