@@ -31,6 +31,7 @@ def main(
     max_num_batched_tokens: config.MaxNumBatchedTokens = None,
     num_threads: config.NumThreads = None,
     enable_prefix_caching: config.PrefixCaching = True,
+    transfer: config.Transfer = "auto",
 ) -> None:
     """A decode worker: takes KV from prefill workers and streams tokens; or an aggregated one."""
     try:
@@ -43,6 +44,7 @@ def main(
             metrics_port=metrics_port,
             redis_url=redis,
             advertised_host=advertised_host,
+            transfer=transfer,
             engine_module="decode_service.engine_main",
             engine_options=config.engine_options(
                 dtype=dtype,

@@ -23,7 +23,7 @@ from engine.model_runner import ModelRunner
 from engine.process import Engine, EngineProcess
 from engine.ready import engine_ready
 from engine.request import Request
-from kv_transfer.backends import BACKENDS, load
+from kv_transfer.backends import load_all
 from kv_transfer.backends.base import SegmentReceiver
 from kv_transfer.layout import KVRange, make_layout
 from kv_transfer.protocol import Abort, Busy, Done, End, Frame, Open, Refused, Ticket
@@ -49,13 +49,14 @@ class DecodeHandoff:
         layout: kv_pb2.KVLayout,
         host: str,
         advertised_host: str,
+        transfer: str,
     ) -> None:
         self._process = process
         self._core = core
         self._arena = StagingArena(DEFAULT_NUM_SLOTS, DEFAULT_SLOT_BYTES)
         backends: dict[str, tuple[SegmentReceiver, str]] = {}
-        for name in BACKENDS:
-            receiver = load(name).receiver(me, layout, self._arena, process.wakeup)
+        for name, backend in load_all(transfer).items():
+            receiver = backend.receiver(me, layout, self._arena, process.wakeup)
             backends[name] = (receiver, receiver.listen(host, advertised_host))
         self.endpoints = {name: endpoint for name, (_, endpoint) in backends.items()}
         self._receiver = Receiver(me, layout, self, backends, self._arena, time.monotonic)
@@ -196,6 +197,7 @@ def frame_from_pb(message: worker_pb2.HandoffFrame) -> Frame:
                     timeout_s=question.timeout_s,
                     backends=tuple(question.backends),
                     no_kv=question.no_kv,
+                    host_probe=question.host_probe,
                 ),
             )
         case "end":
@@ -224,7 +226,9 @@ def build(process: EngineProcess, launch: EngineLaunch) -> Engine:
         block_size=ready.block_size,
         dtype=ready.kv_dtype,
     )
-    handoff = DecodeHandoff(process, core, launch.identity(), layout, launch.host, launch.advertised_host)
+    handoff = DecodeHandoff(
+        process, core, launch.identity(), layout, launch.host, launch.advertised_host, launch.transfer
+    )
     core.receiver = handoff
     ready.data_endpoints = handoff.endpoints
     return Engine(core, ready, handoff)

@@ -21,6 +21,8 @@ class Open:
     timeout_s: float
     backends: tuple[str, ...]
     no_kv: bool = False
+    host_probe: str = ""
+    """For backends between processes of one host: what only such a process can open."""
 
 
 @dataclass(frozen=True, slots=True)

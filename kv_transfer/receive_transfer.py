@@ -48,14 +48,15 @@ class ReceiveTransfer:
         return self.state in (TransferState.READY, TransferState.TRANSFERRING)
 
     def question_problem(self, question: Open, layout: kv_pb2.KVLayout, backends: list[str]) -> str | None:
-        """None when this is the sender that the request expects, and its KV can be taken; else both values."""
+        """``backends``: those that reach the sender. None when this is the sender that the request expects, and its KV
+        can be taken; else both values."""
         asked = (question.sender.worker_id, question.sender.incarnation)
         if asked != (self.sender_id, self.sender_incarnation):
             return f"sender: expected {self.sender_id}/{self.sender_incarnation}, asked by {asked[0]}/{asked[1]}"
         if question.prompt_tokens != self.prompt_tokens:
             return f"prompt: {self.prompt_tokens} tokens here, {question.prompt_tokens} at the sender"
         if not any(name in question.backends for name in backends):
-            return f"transfer backends: ours {backends}, theirs {list(question.backends)}"
+            return f"transfer backends: ours {backends}, theirs {list(question.backends)} (shm: only on the same host)"
         return mismatch(layout, question.layout)
 
     def cells_needed(self, layout: kv_pb2.KVLayout) -> int:

@@ -224,7 +224,8 @@ class Receiver:
             self._refuse(peer, key, "too many hand-offs wait for their request")
 
     def _on_open(self, transfer: ReceiveTransfer, peer: str, question: Open) -> None:
-        problem = transfer.question_problem(question, self._layout, list(self._backends))
+        reachable = [name for name, (backend, _) in self._backends.items() if backend.can_reach(question.host_probe)]
+        problem = transfer.question_problem(question, self._layout, reachable)
         if problem is not None:
             self._refuse(peer, transfer.key, problem)
             if transfer.state is TransferState.HANDSHAKING:
@@ -244,7 +245,7 @@ class Receiver:
             self._port.send(peer, Frame(transfer.key, Busy(self._settings.busy_retry_s)))
             return
         transfer.busy_since_s = None
-        backend = next(name for name in self._backends if name in question.backends)
+        backend = next(name for name in reachable if name in question.backends)
         transfer.no_kv = question.no_kv
         transfer.lease = Lease(self._clock, self._settings.lease_s, transfer.deadline_s)
         transfer.ticket = Ticket(

@@ -140,7 +140,8 @@ class Sender:
             return
         transfer.asked_s = self._clock()
         left_s = max(0.0, deadline_s - self._clock())
-        question = Open(self._me, self._layout, prompt_tokens, left_s, tuple(self._backends), no_kv)
+        probe = next((backend.host_probe for backend in self._backends.values() if backend.host_probe), "")
+        question = Open(self._me, self._layout, prompt_tokens, left_s, tuple(self._backends), no_kv, probe)
         self._port.send(peer, Frame(key, question))
 
     def kv_computed(self, request_id: str, part: KVRange) -> None:
@@ -248,6 +249,8 @@ class Sender:
             self.request_ended(transfer.request_id, transfer.key, transfer.peer, "the prefill worker stops")
         for link in list(self._links.values()):
             self._drop_link(link)
+        for backend in self._backends.values():
+            backend.close()
 
     # ---- inside
 

@@ -5,17 +5,29 @@
 
 A slot belongs to whoever took it until that one gives it back: a slot that a receive is pending on stays taken,
 whatever became of its transfer. Only plain bytes here; no network thread ever touches the KV pool.
+
+The memory is a memfd: it has no name to clean up, is gone with its last user, and does not count against /dev/shm. Its
+seals let another process map it, but not write or resize it (backends/shm.py).
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
+import os
 import threading
+import weakref
 from collections import deque
+
+import numpy as np
 
 DEFAULT_SLOT_BYTES = 8 << 20
 """Large enough that a message's fixed costs vanish, small enough that a segment is soon on its way."""
 DEFAULT_NUM_SLOTS = 16
+
+F_SEAL_FUTURE_WRITE = 0x10
+"""Linux 5.1; not in ``fcntl`` before Python 3.13."""
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
 
 
 class StagingSlot:
@@ -36,7 +48,11 @@ class StagingArena:
             raise ValueError(f"staging needs at least one slot of one byte, not {num_slots} of {slot_bytes}")
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
-        self._memory = memoryview(mmap.mmap(-1, num_slots * slot_bytes))
+        self.fileno, memory = _sealed_memory(num_slots * slot_bytes)
+        """Whoever has a copy of this file descriptor can read all slots, and write none."""
+        weakref.finalize(self, os.close, self.fileno)
+        self._memory = memoryview(memory)
+        self._address = _address(self._memory)
         self._free = deque(range(num_slots))
         self._freed = threading.Condition()
 
@@ -58,6 +74,17 @@ class StagingArena:
             self._free.append(slot.index)
             self._freed.notify()
 
+    def offset(self, view: memoryview) -> int:
+        """Where a part of a slot is in the arena.
+
+        Raises:
+            ValueError: it is no part of this arena.
+        """
+        offset = _address(view) - self._address if len(view) else 0
+        if not 0 <= offset <= self.limit_bytes - len(view):
+            raise ValueError("this memory is not in the sender's staging")
+        return offset
+
     @property
     def free_slots(self) -> int:
         return len(self._free)
@@ -74,3 +101,15 @@ class StagingArena:
         index = self._free.popleft()
         start = index * self.slot_bytes
         return StagingSlot(index, self._memory[start : start + self.slot_bytes])
+
+
+def _sealed_memory(size: int) -> tuple[int, mmap.mmap]:
+    fileno = os.memfd_create("pdserve-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fileno, size)
+    memory = mmap.mmap(fileno, size)
+    fcntl.fcntl(fileno, fcntl.F_ADD_SEALS, SEALS)  # after our own mapping, which stays writable
+    return fileno, memory
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])

@@ -27,6 +27,7 @@ def main(
     max_num_batched_tokens: config.MaxNumBatchedTokens = None,
     num_threads: config.NumThreads = None,
     enable_prefix_caching: config.PrefixCaching = True,
+    transfer: config.Transfer = "auto",
 ) -> None:
     """A prefill worker: runs prompts, streams their KV to decode workers."""
     try:
@@ -39,6 +40,7 @@ def main(
             metrics_port=metrics_port,
             redis_url=redis,
             advertised_host=advertised_host,
+            transfer=transfer,
             engine_module="prefill_service.engine_main",
             engine_options=config.engine_options(
                 dtype=dtype,

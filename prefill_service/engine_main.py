@@ -24,7 +24,7 @@ from engine.model_runner import ModelRunner
 from engine.process import Engine, EngineProcess
 from engine.ready import engine_ready
 from engine.request import Request
-from kv_transfer.backends import BACKENDS, load
+from kv_transfer.backends import load_all
 from kv_transfer.layout import KVRange, make_layout
 from kv_transfer.protocol import Abort, Busy, Done, End, Frame, Open, Refused, Ticket
 from kv_transfer.sender import Sender
@@ -49,6 +49,7 @@ class PrefillHandoff:
         kv_cache: KVCache,
         me: kv_pb2.WorkerIdentity,
         layout: kv_pb2.KVLayout,
+        transfer: str,
     ) -> None:
         self._process = process
         self._core = core
@@ -59,7 +60,7 @@ class PrefillHandoff:
             me,
             layout,
             self,
-            {name: load(name).sender() for name in BACKENDS},
+            {name: backend.sender(self._arena) for name, backend in load_all(transfer).items()},
             self._arena,
             process.wakeup,
             time.monotonic,
@@ -158,7 +159,7 @@ def frame_to_pb(frame: Frame) -> worker_pb2.HandoffFrame:
     """What a sender says."""
     message = worker_pb2.HandoffFrame(transfer_id=frame.key.transfer_id, attempt=frame.key.attempt)
     match frame.body:
-        case Open(sender, layout, prompt_tokens, timeout_s, backends, no_kv):
+        case Open(sender, layout, prompt_tokens, timeout_s, backends, no_kv, host_probe):
             message.open.CopyFrom(
                 worker_pb2.Open(
                     sender=sender,
@@ -167,6 +168,7 @@ def frame_to_pb(frame: Frame) -> worker_pb2.HandoffFrame:
                     timeout_s=timeout_s,
                     backends=backends,
                     no_kv=no_kv,
+                    host_probe=host_probe,
                 )
             )
         case End(num_segments, first_output):
@@ -223,7 +225,7 @@ def build(process: EngineProcess, launch: EngineLaunch) -> Engine:
         block_size=ready.block_size,
         dtype=ready.kv_dtype,
     )
-    handoff = PrefillHandoff(process, core, runner.kv_cache, launch.identity(), layout)
+    handoff = PrefillHandoff(process, core, runner.kv_cache, launch.identity(), layout, launch.transfer)
     core.sender = handoff
     return Engine(core, ready, handoff)
 

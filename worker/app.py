@@ -191,6 +191,7 @@ class WorkerApp:
             address=self._identity.address,
             host=self._config.host,
             advertised_host=self._config.reachable_host,
+            transfer=self._config.transfer,
         )
 
     def _record(self) -> WorkerRecord | None:

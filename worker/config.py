@@ -9,6 +9,7 @@ import typer
 
 WILDCARD_HOSTS = ("0.0.0.0", "::", "")
 
+TRANSFERS = ("auto", "shm", "tcp", "ucx")
 ROLES = ("prefill", "decode", "aggregated")
 
 
@@ -29,12 +30,16 @@ class WorkerConfig:
     """What the engine process runs."""
     engine_options: dict[str, str | int | float | bool | None] = field(default_factory=dict)
     """Those fields of EngineConfig that were given."""
+    transfer: str = "auto"
+    """How KV moves between workers."""
     engine_silence_s: float = 30.0
     """An engine that says nothing for so long is taken for dead. Longer than the longest step."""
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
             raise ValueError(f"--role {self.role} is not one of {', '.join(ROLES)}")
+        if self.transfer not in TRANSFERS:
+            raise ValueError(f"--transfer {self.transfer} is not one of {', '.join(TRANSFERS)}")
         if not self.worker_id or any(c.isspace() for c in self.worker_id):
             raise ValueError(f"--worker-id {self.worker_id!r}: use a name without spaces")
         if self.host in WILDCARD_HOSTS and not self.advertised_host:
@@ -63,6 +68,9 @@ MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and output
 MaxNumSeqs = Annotated[int | None, typer.Option(help="Most requests in one step.")]
 MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Token budget of a step.")]
 NumThreads = Annotated[int | None, typer.Option(help="Compute threads.")]
+Transfer = Annotated[
+    str, typer.Option(help="auto | shm (same host) | tcp | ucx: how KV moves; auto takes the best both workers have.")
+]
 PrefixCaching = Annotated[
     bool, typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse KV of common prefixes.")
 ]

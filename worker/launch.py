@@ -29,6 +29,8 @@ class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """Where the engine listens, if it does (decode: for KV segments)."""
     advertised_host: str
     """The same host as others reach it."""
+    transfer: str = "auto"
+    """Backend for KV segments (kv_transfer.backends), or auto."""
     log_level: str = "info"
 
     def identity(self) -> kv_pb2.WorkerIdentity:

@@ -39,7 +39,7 @@ class SegmentSender(Protocol):
     """The sender's side of a backend."""
 
     host_probe: str
-    """What a receiver on the same host, and no other, can open (``can_reach``); empty: the backend needs no such thing."""
+    """What a receiver on the same host, and no other, can open (``can_reach``); empty: none is needed."""
 
     def connect(self, endpoint: str, hello: kv_pb2.DataHello, on_lost: OnLost) -> Channel:
         """Returns at once. ``on_lost`` is called at most once, also when it never connects; not after ``close``."""

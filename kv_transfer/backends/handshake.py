@@ -31,7 +31,7 @@ def greet(connected: socket.socket, hello: kv_pb2.DataHello, deadline_s: float) 
     send_pieces(connected, [GREETING.pack(MAGIC, WIRE_VERSION, len(data)), data], deadline_s)
     (length,) = WELCOME.unpack(receive(connected, WELCOME.size, deadline_s))
     if length > MAX_HELLO_BYTES:
-        raise ConnectionLost("what listens there is no pdserve KV endpoint")
+        raise ConnectionLost("what listens there does not answer as a pdserve KV endpoint")
     check_welcome(receive(connected, length, deadline_s))
 
 

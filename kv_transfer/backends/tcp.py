@@ -3,8 +3,8 @@
     sender:   one thread per channel                        receiver:  one accepting thread, one thread per connection
       engine -> queue -> [thread] == socket ==========================> [thread] -> staging slot -> arrivals -> engine
 
-On the wire: the handshake (handshake.py), then segments: header length, payload length, digest, header, payload. Lengths
-are checked before memory is taken for them.
+On the wire: the handshake (handshake.py), then segments: header length, payload length, digest, header, payload.
+Lengths are checked before memory is taken for them.
 
 Sockets stay in blocking mode with kernel timeouts, so that a segment is one system call and the thread asks for the
 interpreter lock once, not once per packet. Socket buffers are the kernel's: an explicit size would stop its tuning.

@@ -39,10 +39,13 @@ class Open(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     BACKENDS_FIELD_NUMBER: _builtins.int
+    HOST_PROBE_FIELD_NUMBER: _builtins.int
     NO_KV_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     timeout_s: _builtins.float
     """left until the request's deadline"""
+    host_probe: _builtins.str
+    """what only a process of the sender's host can open (shm)"""
     no_kv: _builtins.bool
     """the first token will end the request: nothing to reserve, nothing to send"""
     @_builtins.property
@@ -61,11 +64,12 @@ class Open(_message.Message):
         prompt_tokens: _builtins.int = ...,
         timeout_s: _builtins.float = ...,
         backends: _abc.Iterable[_builtins.str] | None = ...,
+        host_probe: _builtins.str = ...,
         no_kv: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "layout", b"layout", "no_kv", b"no_kv", "prompt_tokens", b"prompt_tokens", "sender", b"sender", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "host_probe", b"host_probe", "layout", b"layout", "no_kv", b"no_kv", "prompt_tokens", b"prompt_tokens", "sender", b"sender", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -146,6 +146,8 @@ class Tampering:
 
     def __init__(self, inner: SegmentSender, what: str) -> None:
         self._inner = inner
+        self.host_probe = inner.host_probe
+        self.close = inner.close
         self.what = what
         self.count = 0
         self.held: list[tuple[SealedSegment, OnDone]] = []
@@ -177,8 +179,7 @@ class TamperingChannel:
             case "drop":
                 on_done(None)
             case "repeat":
-                copy = SealedSegment(segment.header, segment.digest, memoryview(bytearray(segment.payload)))
-                self.inner.send(copy, lambda error: None)
+                self.inner.send(segment, lambda error: None)
                 self.inner.send(segment, on_done)
             case "swap":
                 self.plan.held.append((segment, on_done))
@@ -234,7 +235,7 @@ class Peer:
 class SenderPeer(Peer):
     def __init__(self, conn: Connection, config: Config) -> None:
         super().__init__(conn, config)
-        backend = backends.load(config.backend).sender()
+        backend = backends.load(config.backend).sender(self.arena)
         if config.tamper:
             backend = Tampering(backend, config.tamper)
         self.sender = Sender(

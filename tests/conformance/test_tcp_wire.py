@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kv_transfer.backends.base import Arrived, ChannelLost
-from kv_transfer.backends.tcp import GREETING, MAGIC, PREFIX, WELCOME, TcpBackend, TcpReceiver, TcpSettings
+from kv_transfer.backends.handshake import GREETING, MAGIC, WELCOME
+from kv_transfer.backends.tcp import PREFIX, TcpBackend, TcpReceiver, TcpSettings
 from kv_transfer.layout import WIRE_VERSION, make_layout
 from kv_transfer.segment import digest, seal
 from kv_transfer.staging import StagingArena
@@ -292,7 +293,7 @@ class Sending:
         self.lost = threading.Event()
         self.reasons: list[str] = []
         self.done: list[str | None] = []
-        self.channel = TcpBackend(SETTINGS).sender().connect(endpoint, HELLO, self.on_lost)
+        self.channel = TcpBackend(SETTINGS).sender(StagingArena(1, SLOT_BYTES)).connect(endpoint, HELLO, self.on_lost)
 
     def on_lost(self, reason: str) -> None:
         self.reasons.append(reason)

@@ -92,12 +92,17 @@ class Channel:
 
 
 class SenderBackend:
+    host_probe = ""
+
     def __init__(self) -> None:
         self.channels: list[Channel] = []
 
     def connect(self, endpoint: str, hello: kv_pb2.DataHello, on_lost: OnLost) -> Channel:
         self.channels.append(Channel(hello, on_lost))
         return self.channels[-1]
+
+    def close(self) -> None:
+        pass
 
 
 class ReceiverBackend:
@@ -107,6 +112,9 @@ class ReceiverBackend:
 
     def listen(self, host: str, advertised_host: str) -> str:
         return f"{advertised_host}:1"
+
+    def can_reach(self, host_probe: str) -> bool:
+        return True
 
     def poll(self) -> list[Arrived | ChannelLost]:
         out, self.arrivals = self.arrivals, []
