@@ -11,8 +11,9 @@ A decode is a chunk of one token. Blocks for all known tokens are taken at admis
     running          holds blocks, computes               holding         P: prefill done, hand-off open
     waiting_for_kv   D: nothing or reserved blocks        inflight        held back: its prefix is being computed now
 
-Owns these queues, the block pool and the finish conditions. Knows nothing of devices, processes or transfers. Called by
-``EngineCore`` only. ``update()`` ignores items of requests that ended or were preempted since ``schedule()``.
+Owns these queues and the finish conditions; what a request holds is in ``BlockTables``. Knows nothing of devices,
+processes or transfers. Called by ``EngineCore`` only. ``update()`` ignores items of requests that ended or were
+preempted since ``schedule()``.
 
 With a step in flight (``launched``, not yet ``update``d) requests are scheduled past it: its tokens count as computed
 and the one it draws as known. Blocks it writes are freed only when it is over. ``must_settle`` says when the next
@@ -22,14 +23,13 @@ and the one it draws as known. Blocks it writes are freed only when it is over. 
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterable
 
 import msgspec
 
 from engine.batch import SampledBatch, ScheduledBatch, ScheduledItem
-from engine.block_hash import hash_tokens, root_hash
 from engine.block_pool import BlockPool
+from engine.block_tables import BlockTables
 from engine.config import EngineConfig
 from engine.inflight_prefixes import InflightPrefixes
 from engine.messages import EngineStats, FinishReason, RequestOutput, Timings, TokenLogprobs
@@ -48,11 +48,11 @@ class Scheduler:
         model_fingerprint: str,
     ) -> None:
         self.config = config
-        self.block_size = config.block_size
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.model_fingerprint = model_fingerprint
         self.pool = BlockPool(num_blocks)
+        self.inflight = InflightPrefixes()
+        self.blocks = BlockTables(config, self.pool, self.inflight, model_fingerprint)
         self.requests: dict[str, Request] = {}
         self.running = RequestQueue()
         self.preempted = RequestQueue()
@@ -62,7 +62,6 @@ class Scheduler:
         self.reserved: dict[str, Request] = {}
         """Those of ``waiting_for_kv`` that hold blocks (and so, a seat)."""
         self.holding: dict[str, Request] = {}
-        self.inflight = InflightPrefixes()
         self.desk = TicketDesk(max_peer_blocks=max(1, int(num_blocks * config.max_peer_pool_fraction)))
         self.counters = EngineStats()
         # Every running request gets a token in every step.
@@ -72,9 +71,6 @@ class Scheduler:
         self._stuck = False
         """The last schedule() found nothing that could run, and nothing happened since."""
         self._launched_step = 0
-        self._settled_step = 0
-        self._freed_later: list[tuple[int, list[int]]] = []
-        """(step that still writes into them, blocks)."""
 
     # --- requests come and go ---
 
@@ -178,7 +174,7 @@ class Scheduler:
         for request in self.running:
             if request.num_pending_tokens and request.sampling.uses_history:
                 return True
-            growing += request.num_computed_tokens >= len(request.block_table) * self.block_size
+            growing += self.blocks.is_full(request)
         return growing > self.pool.num_available
 
     def ask_for_tickets(self, now_s: float) -> list[Request]:
@@ -194,15 +190,15 @@ class Scheduler:
                 break
             if self.waiting and self.waiting.head().order < request.order:
                 break
-            cached, blocks = self._match(request)
-            if self._hold(request, len(cached)):
+            cached, blocks, is_held = self._match(request)
+            if is_held:
                 self.desk.queue.remove(request)
                 continue
             if self.desk.park_if_over_cap(request, blocks):
                 continue
             if blocks > self._room() - self.desk.pledged_blocks:
                 break
-            tokens = request.num_tokens - len(cached) * self.block_size
+            tokens = request.num_tokens - len(cached) * self.config.block_size
             self.desk.ask(request, blocks, tokens, now_s)
             tokens_ahead += tokens
             if request.ticket_asked_s is None:
@@ -214,7 +210,8 @@ class Scheduler:
         """The requests' outputs; those of requests that are HOLDING_KV now are for the sender, not for the client."""
         if batch.step > self._launched_step:  # launched and over at once
             self.launched(batch)
-        self._settle(batch.step)
+        if self.blocks.settle(batch.step):
+            self._stuck = False
         outputs = []
         counters = self.counters
         counters.steps_total += 1
@@ -224,7 +221,7 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING:
                 continue
             counters.prefill_chunks_total += item.start < request.num_prefill_tokens
-            self._publish(request, item.start, item.start + item.num_tokens)
+            self._queue(self.blocks.publish(request, item.start, item.start + item.num_tokens))
             if token_id is not None:
                 request.num_pending_tokens -= 1
                 outputs.append(self._take_token(request, token_id, logprobs, now_s))
@@ -254,12 +251,11 @@ class Scheduler:
             return None
         if self.waiting and self.waiting.head().order < request.order:
             return None
-        hashes = self._hash_blocks(request, request.num_tokens)
-        cached = self.pool.match_prefix(hashes)
-        if len(cached) < len(hashes) and self.inflight.is_claimed(hashes[len(cached)]):
+        cached, lacking = self.blocks.match(request, request.num_tokens)
+        if lacking and self.inflight.is_claimed(lacking[0]):
             return None
-        num_blocks = math.ceil((request.num_tokens + 1) / self.block_size)
-        if num_blocks - len(cached) + self.pool.num_unreferenced(cached) > self._room():
+        num_blocks = self.blocks.blocks_for(request.num_tokens + 1)
+        if self.blocks.cost(cached, num_blocks) > self._room():
             return None
         self._take_blocks(request, cached, num_blocks)
         self.reserved[request.request_id] = request
@@ -276,7 +272,7 @@ class Scheduler:
         finish_reason, stop_token_id = first_output.finish_reason, first_output.stop_token_id
         if finish_reason is None:
             cached_tokens, request.num_computed_tokens = request.num_computed_tokens, request.num_tokens
-            self._publish(request, cached_tokens, request.num_tokens)
+            self._queue(self.blocks.publish(request, cached_tokens, request.num_tokens))
         request.append_token(token_id)
         self.counters.generation_tokens_total += 1
         if finish_reason is None:
@@ -315,14 +311,14 @@ class Scheduler:
         """The next request in order gets its blocks and runs. None: it and all behind it must wait."""
         while queue := self.preempted or self.granted or self.waiting:
             request = queue.head()
-            cached, blocks = self._match(request)
-            if self._hold(request, len(cached)):
+            cached, blocks, is_held = self._match(request)
+            if is_held:
                 queue.remove(request)
                 continue
             if blocks > self._room() - (self.desk.pledged_blocks if queue is self.waiting else 0):
                 return None
             queue.remove(request)
-            self._take_blocks(request, cached, math.ceil(request.num_tokens / self.block_size))
+            self._take_blocks(request, cached, self.blocks.blocks_for(request.num_tokens))
             if request.sends_kv:
                 self.desk.scheduled(request, blocks)
             if request.first_scheduled_s is None:
@@ -333,17 +329,12 @@ class Scheduler:
             return request
         return None
 
-    def _match(self, request: Request) -> tuple[list[int], int]:
-        """Published blocks of its prefix, and how many available blocks its admission would take."""
-        hashes = self._hash_blocks(request, request.num_tokens)
+    def _match(self, request: Request) -> tuple[list[int], int, bool]:
+        """Published blocks of its prefix, available blocks that admission takes, and whether it is held back now."""
         # The last token is always computed: its logits are what the next token is drawn from.
-        cached = self.pool.match_prefix(hashes[: (request.num_tokens - 1) // self.block_size])
-        blocks = math.ceil(request.num_tokens / self.block_size) - len(cached)
-        return cached, blocks + self.pool.num_unreferenced(cached)
-
-    def _hold(self, request: Request, num_cached_blocks: int) -> bool:
-        hashes = request.block_hashes[num_cached_blocks : (request.num_tokens - 1) // self.block_size]
-        return self.inflight.hold(request, hashes)
+        cached, lacking = self.blocks.match(request, request.num_tokens - 1)
+        blocks = self.blocks.cost(cached, self.blocks.blocks_for(request.num_tokens))
+        return cached, blocks, self.inflight.hold(request, lacking)
 
     def _room(self) -> int:
         """Blocks that an admission may take: each request that decodes, or will, keeps one to grow into."""
@@ -353,42 +344,26 @@ class Scheduler:
     # --- blocks ---
 
     def _take_blocks(self, request: Request, cached: list[int], num_blocks: int) -> None:
-        self.pool.share(cached)
-        request.block_table = cached + self.pool.allocate(num_blocks - len(cached))
-        request.num_computed_tokens = len(cached) * self.block_size
-        self.inflight.claim(request, request.block_hashes[len(cached) : request.num_tokens // self.block_size])
+        self.blocks.take(request, cached, num_blocks)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed_tokens
             self.counters.prefix_cache_queries_total += request.num_tokens
             self.counters.prefix_cache_hits_total += request.num_computed_tokens
 
     def _free_blocks(self, request: Request) -> None:
-        if request.block_table:
-            if request.last_step > self._settled_step:
-                self._freed_later.append((request.last_step, request.block_table))
-            else:
-                self.pool.free(request.block_table)
-            request.block_table = []
-            request.num_computed_tokens = 0
-            self.reserved.pop(request.request_id, None)
-            self._queue(self.inflight.give_up(request))
-
-    def _settle(self, step: int) -> None:
-        self._settled_step = step
-        while self._freed_later and self._freed_later[0][0] <= step:
-            self.pool.free(self._freed_later.pop(0)[1])
-            self._stuck = False
+        self.reserved.pop(request.request_id, None)
+        self._queue(self.blocks.free(request))
 
     def _grow(self, request: Request) -> bool:
         """Room for one more token. False when ``request`` itself had to give its blocks up."""
-        if request.num_computed_tokens < len(request.block_table) * self.block_size:
+        if not self.blocks.is_full(request):
             return True
         while self.pool.num_available == 0:
             victim = next(r for r in reversed(self.running) if not r.sends_kv)
             self._preempt(victim)
             if victim is request:
                 return False
-        request.block_table += self.pool.allocate(1)
+        self.blocks.grow(request)
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -397,28 +372,6 @@ class Scheduler:
         self._free_blocks(request)
         self.preempted.push(request)
         self.counters.preemptions_total += 1
-
-    def _hash_blocks(self, request: Request, num_tokens: int) -> list[bytes]:
-        """Hashes of the full blocks of the first ``num_tokens``; only those not known yet are computed."""
-        hashes = request.block_hashes
-        if self.config.enable_prefix_caching:
-            units_per_block = self.block_size // self.config.hash_block_tokens
-            start, stop = len(hashes) * self.block_size, num_tokens // self.block_size * self.block_size
-            if start < stop:
-                parent = hashes[-1] if hashes else root_hash(self.model_fingerprint, request.cache_salt)
-                units = hash_tokens(request.all_token_ids, self.config.hash_block_tokens, parent, start, stop)
-                hashes += units[units_per_block - 1 :: units_per_block]
-        return hashes
-
-    def _publish(self, request: Request, start: int, end: int) -> None:
-        """Tokens ``start`` to ``end`` are computed: blocks that are full now may be shared."""
-        if start // self.block_size == end // self.block_size:
-            return
-        hashes = self._hash_blocks(request, end)
-        for index in range(start // self.block_size, min(end // self.block_size, len(hashes))):
-            parent = hashes[index - 1] if index else root_hash(self.model_fingerprint, request.cache_salt)
-            self.pool.register(request.block_table[index], hashes[index], parent)
-            self._queue(self.inflight.published(hashes[index]))
 
     # --- tokens ---
 

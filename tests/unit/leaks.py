@@ -15,7 +15,7 @@ def check_books(core: EngineCore) -> None:
         assert request.block_table or request.num_computed_tokens == 0
         for block_id in request.block_table:
             references[block_id] += 1
-    for _, block_ids in scheduler._freed_later:
+    for _, block_ids in scheduler.blocks._freed_later:
         for block_id in block_ids:
             references[block_id] += 1
     assert references == scheduler.pool._ref_counts, "the pool and the block tables disagree"
