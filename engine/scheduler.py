@@ -11,9 +11,9 @@ A decode is a chunk of one token. Blocks for all known tokens are taken at admis
     running          holds blocks, computes               holding         P: prefill done, hand-off open
     waiting_for_kv   D: nothing or reserved blocks        inflight        held back: its prefix is being computed now
 
-Owns these queues and the finish conditions; what a request holds is in ``BlockTables``. Knows nothing of devices,
-processes or transfers. Called by ``EngineCore`` only. ``update()`` ignores items of requests that ended or were
-preempted since ``schedule()``.
+Owns these queues; what a request holds is in ``BlockTables``, when it has its last token in ``FinishRules``. Knows
+nothing of devices, processes or transfers. Called by ``EngineCore`` only. ``update()`` ignores items of requests that
+ended or were preempted since ``schedule()``.
 
 With a step in flight (``launched``, not yet ``update``d) requests are scheduled past it: its tokens count as computed
 and the one it draws as known. Blocks it writes are freed only when it is over. ``must_settle`` says when the next
@@ -31,6 +31,7 @@ from engine.batch import SampledBatch, ScheduledBatch, ScheduledItem
 from engine.block_pool import BlockPool
 from engine.block_tables import BlockTables
 from engine.config import EngineConfig
+from engine.finish import FinishRules
 from engine.inflight_prefixes import InflightPrefixes
 from engine.messages import EngineStats, FinishReason, RequestOutput, Timings, TokenLogprobs
 from engine.request import Request, RequestStatus
@@ -48,8 +49,7 @@ class Scheduler:
         model_fingerprint: str,
     ) -> None:
         self.config = config
-        self.max_model_len = max_model_len
-        self.eos_token_ids = frozenset(eos_token_ids)
+        self.finish = FinishRules(eos_token_ids, max_model_len)
         self.pool = BlockPool(num_blocks)
         self.inflight = InflightPrefixes()
         self.blocks = BlockTables(config, self.pool, self.inflight, model_fingerprint)
@@ -141,11 +141,7 @@ class Scheduler:
         for request in list(self.running):
             if self._tokens_left(request) > 1:
                 prefills.append(request)
-            elif (
-                request.status is RequestStatus.RUNNING
-                and not (request.num_pending_tokens and self._is_last(request))
-                and self._grow(request)
-            ):
+            elif request.status is RequestStatus.RUNNING and not self._awaits_last(request) and self._grow(request):
                 budget -= self._put(items, request, 1)
         for request in prefills:
             if budget and request.status is RequestStatus.RUNNING:
@@ -276,7 +272,7 @@ class Scheduler:
         request.append_token(token_id)
         self.counters.generation_tokens_total += 1
         if finish_reason is None:
-            finish_reason, stop_token_id = self._finish_reason(request, token_id)
+            finish_reason, stop_token_id = self.finish.check(request)
         if finish_reason is not None:
             self.end(request, finish_reason)
         else:
@@ -379,13 +375,10 @@ class Scheduler:
     def _tokens_left(request: Request) -> int:
         return request.num_tokens + request.num_pending_tokens - request.num_computed_tokens
 
-    def _is_last(self, request: Request) -> bool:
-        """Whether the pending token ends the request, whatever it is."""
-        return (
-            request.sends_kv
-            or len(request.output_token_ids) + request.num_pending_tokens >= request.sampling.max_tokens
-            or request.num_tokens + request.num_pending_tokens >= self.max_model_len
-        )
+    def _awaits_last(self, request: Request) -> bool:
+        """Whether a step in flight draws its last token, whatever that is."""
+        pending = request.num_pending_tokens
+        return pending > 0 and (request.sends_kv or self.finish.is_last(request, pending))
 
     def _put(self, items: list[ScheduledItem], request: Request, max_tokens: int) -> int:
         left = self._tokens_left(request)
@@ -398,7 +391,7 @@ class Scheduler:
     ) -> RequestOutput:
         is_first = len(request.output_token_ids) == request.num_output_so_far
         request.append_token(token_id)
-        finish_reason, stop_token_id = self._finish_reason(request, token_id)
+        finish_reason, stop_token_id = self.finish.check(request)
         output = RequestOutput(
             request_id=request.request_id,
             token_ids=[token_id],
@@ -425,16 +418,6 @@ class Scheduler:
         if finish_reason is not None:
             self.end(request, finish_reason)
         return output
-
-    def _finish_reason(self, request: Request, token_id: int) -> tuple[FinishReason | None, int | None]:
-        """Whether the token just appended ends the request, and the stop token's id if it is one."""
-        sampling, num_output = request.sampling, len(request.output_token_ids)
-        is_stop = token_id in sampling.stop_token_ids or (token_id in self.eos_token_ids and not sampling.ignore_eos)
-        if is_stop and num_output > sampling.min_tokens:
-            return FinishReason.STOP, token_id
-        if num_output >= sampling.max_tokens or request.num_tokens >= self.max_model_len:
-            return FinishReason.LENGTH, None
-        return None, None
 
     def stats(self) -> EngineStats:
         """Counters and gauges of now. O(requests): for heartbeats, not for every step."""
