@@ -40,8 +40,8 @@ typedef struct {
 } AttentionArgs;
 
 typedef struct {
-    int request, first, count;  // decode: part `first` of `count`; prefill: `count` tokens from token `first`
-    long scratch;               // decode: where the first part's sums go, in floats
+    int request, head, first, count;  // decode: part `first` of `count`; prefill: `count` tokens from token `first`
+    long scratch;                     // decode: where this part's sums go, in floats
 } Work;
 
 // Where the keys of the tokens [start, end) of a request are; a value is `value_offset` behind its key.
@@ -153,8 +153,8 @@ INLINE void decode_chunk(const int G, const float *q, float scale, float *sums, 
 }
 
 // One part of one request's one KV head. sums: G x (D weighted values, maximum, sum of weights).
-INLINE void decode_part(const AttentionArgs *a, const Work *w, long head, float *sums, int bf16) {
-    long d = a->head_dim, group = a->heads / a->kv_heads, len = a->seq_lens[w->request];
+INLINE void decode_part(const AttentionArgs *a, const Work *w, float *sums, int bf16) {
+    long head = w->head, d = a->head_dim, group = a->heads / a->kv_heads, len = a->seq_lens[w->request];
     long begin = max_long((long)w->first * SPLIT, a->window ? len - a->window : 0);
     long end = min_long((long)(w->first + 1) * SPLIT, len);
     float q[MAX_GROUP * MAX_HEAD_DIM];
@@ -193,8 +193,8 @@ INLINE void decode_part(const AttentionArgs *a, const Work *w, long head, float 
 }
 
 // Weighted mean of the parts' sums, into the output.
-INLINE void decode_merge(const AttentionArgs *a, const Work *w, long head, const float *sums, int bf16) {
-    long d = a->head_dim, group = a->heads / a->kv_heads;
+INLINE void decode_merge(const AttentionArgs *a, const Work *w, const float *sums, int bf16) {
+    long head = w->head, d = a->head_dim, group = a->heads / a->kv_heads;
     float weights[MAX_CONTEXT / SPLIT];
     for (long g = 0; g < group; g++) {
         float best = -1e30f, total = 0;
@@ -297,8 +297,8 @@ INLINE void prefill_values(Tile *s, long n, long d, long offset, int bf16) {
     }
 }
 
-INLINE void prefill_tile(const AttentionArgs *a, const Work *w, long head, Tile *s, int bf16) {
-    long d = a->head_dim, group = a->heads / a->kv_heads, q_start = a->cu_seqlens[w->request] + w->first;
+INLINE void prefill_tile(const AttentionArgs *a, const Work *w, Tile *s, int bf16) {
+    long head = w->head, d = a->head_dim, group = a->heads / a->kv_heads, q_start = a->cu_seqlens[w->request] + w->first;
     long q_end = a->cu_seqlens[w->request + 1], len = a->seq_lens[w->request];
     long first = len - (q_end - q_start), last = first + w->count - 1;  // positions of the tile's tokens
     i16x position[VECTORS];                                            // of each row
@@ -364,62 +364,67 @@ typedef struct {
 } Plan;
 
 static int is_decode(const AttentionArgs *a, long request) { return a->cu_seqlens[request + 1] - a->cu_seqlens[request] == 1; }
+static long part_count(const AttentionArgs *a, long request) { return (a->seq_lens[request] + SPLIT - 1) / SPLIT; }
 static long part_floats(const AttentionArgs *a) { return a->heads / a->kv_heads * (a->head_dim + 2); }
 
-// An item is one piece of work of one KV head.
 static void attention_item(const void *args, long item) {
     const Plan *plan = args;
     const AttentionArgs *a = plan->attention;
-    const Work *w = plan->work + item / a->kv_heads;
-    long head = item % a->kv_heads;
+    const Work *w = plan->work + item;
     if (is_decode(a, w->request)) {
-        float *sums = plan->sums + w->scratch + (head * w->count + w->first) * part_floats(a);
-        if (a->bf16) decode_part(a, w, head, sums, 1);
-        else decode_part(a, w, head, sums, 0);
+        float *sums = plan->sums + w->scratch;
+        if (a->bf16) decode_part(a, w, sums, 1);
+        else decode_part(a, w, sums, 0);
         if (w->count > 1) return;
-        if (a->bf16) decode_merge(a, w, head, sums, 1);
-        else decode_merge(a, w, head, sums, 0);
+        if (a->bf16) decode_merge(a, w, sums, 1);
+        else decode_merge(a, w, sums, 0);
         return;
     }
     Tile tile;
-    if (a->bf16) prefill_tile(a, w, head, &tile, 1);
-    else prefill_tile(a, w, head, &tile, 0);
+    if (a->bf16) prefill_tile(a, w, &tile, 1);
+    else prefill_tile(a, w, &tile, 0);
 }
 
 // Returns 0, or -1 if there is no memory.
 int paged_attention(const AttentionArgs *a) {
-    long tile_tokens = ROWS / (a->heads / a->kv_heads), items = 0, floats = 0;
+    long tile_tokens = ROWS / (a->heads / a->kv_heads), items = 0, parts = 0, most_parts = 0;
     for (long b = 0; b < a->requests; b++) {
-        long n = a->cu_seqlens[b + 1] - a->cu_seqlens[b], parts = (a->seq_lens[b] + SPLIT - 1) / SPLIT;
-        items += n == 1 ? parts : (n + tile_tokens - 1) / tile_tokens;
-        floats += n == 1 ? parts * a->kv_heads * part_floats(a) : 0;
+        long n = a->cu_seqlens[b + 1] - a->cu_seqlens[b];
+        if (n > 1) {
+            items += (n + tile_tokens - 1) / tile_tokens * a->kv_heads;
+            continue;
+        }
+        parts += part_count(a, b) * a->kv_heads;
+        most_parts = max_long(most_parts, part_count(a, b));
     }
-    Plan plan = {a, malloc(items * sizeof(Work)), malloc((floats + 1) * sizeof(float))};
+    Plan plan = {a, malloc((items + parts) * sizeof(Work)), malloc((parts * part_floats(a) + 1) * sizeof(float))};
     if (!plan.work || !plan.sums) {
         free(plan.work);
         free(plan.sums);
         return -1;
     }
     Work *next = plan.work;
-    floats = 0;
     for (long b = 0; b < a->requests; b++) {
-        long n = a->cu_seqlens[b + 1] - a->cu_seqlens[b], parts = (a->seq_lens[b] + SPLIT - 1) / SPLIT;
-        if (n == 1) {
-            for (long p = 0; p < parts; p++) *next++ = (Work){b, p, parts, floats};
-            floats += parts * a->kv_heads * part_floats(a);
-        } else {  // later tiles see more tokens: first, so that the threads end together
-            for (long t = (n - 1) / tile_tokens * tile_tokens; t >= 0; t -= tile_tokens)
-                *next++ = (Work){b, t, min_long(tile_tokens, n - t), 0};
-        }
+        long n = a->cu_seqlens[b + 1] - a->cu_seqlens[b];
+        if (n == 1) continue;
+        // Later tiles see more tokens: first, so that the threads end together.
+        for (long t = (n - 1) / tile_tokens * tile_tokens; t >= 0; t -= tile_tokens)
+            for (long head = 0; head < a->kv_heads; head++) *next++ = (Work){b, head, t, min_long(tile_tokens, n - t), 0};
     }
-    parallel(attention_item, &plan, items * a->kv_heads);
+    // Requests innermost: those that share a prefix find its blocks in the cache. A request's parts lie together in `sums`.
+    for (long p = 0; p < most_parts; p++)
+        for (long head = 0; head < a->kv_heads; head++)
+            for (long b = 0, before = 0; b < a->requests; b++) {
+                if (!is_decode(a, b)) continue;
+                long count = part_count(a, b);
+                if (p < count) *next++ = (Work){b, head, p, count, ((before + head * count) + p) * part_floats(a)};
+                before += count * a->kv_heads;
+            }
+    parallel(attention_item, &plan, next - plan.work);
     for (const Work *w = plan.work; w < next; w++) {
         if (w->first || w->count < 2 || !is_decode(a, w->request)) continue;
-        for (long head = 0; head < a->kv_heads; head++) {
-            const float *sums = plan.sums + w->scratch + head * w->count * part_floats(a);
-            if (a->bf16) decode_merge(a, w, head, sums, 1);
-            else decode_merge(a, w, head, sums, 0);
-        }
+        if (a->bf16) decode_merge(a, w, plan.sums + w->scratch, 1);
+        else decode_merge(a, w, plan.sums + w->scratch, 0);
     }
     free(plan.work);
     free(plan.sums);
