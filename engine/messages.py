@@ -146,6 +146,18 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top_logprobs: list[float] = []
 
 
+class TransferReport(msgspec.Struct, frozen=True):
+    """How a request's KV came."""
+
+    lane: str
+    """The transfer backend."""
+    seconds: float
+    """From the first segment until everything was verified."""
+    num_bytes: int
+    cached_tokens: int
+    """Prompt tokens that were here already."""
+
+
 class Timings(msgspec.Struct, omit_defaults=True):
     """Phases of the time to the first token, in seconds, each on one clock (inference.proto, Phases)."""
 
@@ -155,6 +167,8 @@ class Timings(msgspec.Struct, omit_defaults=True):
     transfer_s: float = 0.0
     relay_s: float = 0.0
     """Between the two workers of a hand-off: frames on their way."""
+    transfer: TransferReport | None = None
+    """D, after a hand-off."""
 
 
 class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -236,7 +250,7 @@ KVEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 
 class KVEvents(msgspec.Struct):
-    """Changes of the prefix cache, numbered without gaps from 1 for each incarnation of an engine (engine.kv_events)."""
+    """Changes of the prefix cache, numbered without gaps from 1 in each incarnation of an engine (engine.kv_events)."""
 
     first_seq: int
     events: list[KVEvent]
