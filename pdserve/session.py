@@ -111,7 +111,11 @@ class Session:
     """All requests of this process to one address. Made by :meth:`start` or :meth:`connect`, ended by :meth:`close`."""
 
     def __init__(
-        self, address: str, identity: kv_pb2.WorkerIdentity, on_change: Callable[[Session], None] | None = None
+        self,
+        address: str,
+        identity: kv_pb2.WorkerIdentity,
+        on_change: Callable[[Session], None] | None = None,
+        on_load: Callable[[pb.Load], None] | None = None,
     ) -> None:
         self.address = address
         self.peer: kv_pb2.WorkerIdentity | None = None
@@ -124,6 +128,7 @@ class Session:
         self.connects_total = 0
         self._identity = identity
         self._on_change = on_change
+        self._on_load = on_load
         self._open: dict[str, Handle] = {}
         self._opens: deque[pb.GenerateRequest] = deque()
         self._aborts: deque[pb.Abort] = deque()
@@ -133,10 +138,15 @@ class Session:
 
     @classmethod
     def start(
-        cls, address: str, identity: kv_pb2.WorkerIdentity, on_change: Callable[[Session], None] | None = None
+        cls,
+        address: str,
+        identity: kv_pb2.WorkerIdentity,
+        on_change: Callable[[Session], None] | None = None,
+        on_load: Callable[[pb.Load], None] | None = None,
     ) -> Session:
-        """A session that connects in the background and keeps trying; ``on_change`` hears of alive, lost, draining."""
-        session = cls(address, identity, on_change)
+        """A session that connects in the background and keeps trying; ``on_change`` hears of alive, lost, draining,
+        ``on_load`` of each report."""
+        session = cls(address, identity, on_change, on_load)
         session._task = asyncio.create_task(session._run(), name=f"session {address}")
         return session
 
@@ -279,7 +289,7 @@ class Session:
             for output in frame.outputs:
                 self._dispatch(output)
             if frame.HasField("load"):
-                self.load = frame.load
+                self._set_load(frame.load)
             if frame.draining != self.draining:
                 self.draining = frame.draining
                 self._notify()
@@ -319,7 +329,8 @@ class Session:
         return frame
 
     def _set_alive(self, first: pb.ServerFrame, pulse: Pulse) -> None:
-        self.peer, self.load, self.draining = first.hello, first.load, first.draining
+        self.peer, self.draining = first.hello, first.draining
+        self._set_load(first.load)
         self._pulse = pulse
         self.connects_total += 1
         self.alive = True
@@ -342,6 +353,11 @@ class Session:
         for request_id, handle in lost.items():
             handle.deliver(_lost(request_id, f"session to {self.address} lost: {cause}"))
         self._notify()
+
+    def _set_load(self, load: pb.Load) -> None:
+        self.load = load
+        if self._on_load is not None:
+            self._on_load(load)
 
     def _notify(self) -> None:
         if self._on_change is not None:

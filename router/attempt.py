@@ -21,19 +21,16 @@ class Charge:
     kv_tokens: int
 
     def __post_init__(self) -> None:
-        self.worker.outstanding_requests += self.requests
-        self.worker.outstanding_tokens += self.tokens
-        self.worker.outstanding_kv_tokens += self.kv_tokens
+        self.worker.load.add(self.requests, self.tokens, self.kv_tokens)
 
     def drop_tokens(self) -> None:
         """They are computed."""
-        self.worker.outstanding_tokens -= self.tokens
+        self.worker.load.add(0, -self.tokens, 0)
         self.tokens = 0
 
     def drop(self) -> None:
         self.drop_tokens()
-        self.worker.outstanding_requests -= self.requests
-        self.worker.outstanding_kv_tokens -= self.kv_tokens
+        self.worker.load.add(-self.requests, 0, -self.kv_tokens)
         self.requests = self.kv_tokens = 0
 
 

@@ -9,6 +9,7 @@ as long as it can take them, so that they share its prefix. Prompts of which a d
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
@@ -56,6 +57,19 @@ class Placement:
     """Prefixes count for the policy, but it was not known who has which."""
 
 
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """All workers that can be used, as they were at one version of ``Workers``."""
+
+    version: int
+    pools: list[Pool[Worker]]
+    cause: str
+    """Why there are no prefill workers, if so."""
+    smallest_pool_tokens: int
+    kinds: set[ModelKind]
+    has_prefill: bool
+
+
 def worker_key(worker: Worker) -> WorkerKey:
     return worker.worker_id, worker.identity.incarnation
 
@@ -79,8 +93,7 @@ class Placer:
         self._is_blind = is_blind
         self._looks_up_prefixes = policy.uses_prefixes or config.local_prefill_tokens > 0
         self._groups: OrderedDict[str, tuple[float, Placement]] = OrderedDict()
-        self._pools_of: tuple[int, tuple[list[Pool[Worker]], str]] | None = None
-        """(version of the workers, pools of all that can be used)."""
+        self._fleet: Fleet | None = None
 
     async def place(self, prompt: RoutedPrompt, avoid: Collection[WorkerKey]) -> Placement:
         """Choose workers for a request.
@@ -135,7 +148,7 @@ class Placer:
         """Worker -> tokens of the prompt that it has cached; what an older incarnation had does not count."""
         cached = {}
         known = self._workers.known
-        for kind in {pool_kind(pool) for pool in self._candidates(0, ())[0]}:
+        for kind in self._usable_fleet().kinds:
             for worker_id, units in self._index.match(prompt.hashes(kind)).items():
                 worker = known.get(worker_id)
                 if worker is None or worker.session.peer is None:
@@ -154,14 +167,22 @@ class Placer:
 
     def _candidates(self, num_tokens: int, avoid: Collection[WorkerKey]) -> tuple[list[Pool[Worker]], str]:
         """Pools of those that can take the request, and why they have no prefill workers, if so."""
-        usable = self._workers.usable()
-        if not avoid and all(not worker.pool_tokens or worker.pool_tokens > num_tokens for worker in usable):
-            version = self._workers.version
-            if self._pools_of is None or self._pools_of[0] != version:
-                self._pools_of = version, make_pools(usable)
-            return self._pools_of[1]
-        fitting = [worker for worker in usable if worker.fits(num_tokens + 1)]
+        fleet = self._usable_fleet()
+        if not avoid and num_tokens < fleet.smallest_pool_tokens:
+            return fleet.pools, fleet.cause
+        fitting = [worker for worker in self._workers.usable() if worker.fits(num_tokens + 1)]
         return make_pools(worker for worker in fitting if worker_key(worker) not in avoid)
+
+    def _usable_fleet(self) -> Fleet:
+        """Made anew when a worker has changed, not for every request."""
+        if self._fleet is None or self._fleet.version != self._workers.version:
+            usable = self._workers.usable()
+            smallest = min((worker.record.pool_tokens or sys.maxsize for worker in usable), default=0)
+            pools, cause = make_pools(usable)
+            kinds = {pool.decodes[0].kind for pool in pools}
+            has_prefill = any(worker.record.role == "prefill" for worker in usable)
+            self._fleet = Fleet(self._workers.version, pools, cause, smallest, kinds, has_prefill)
+        return self._fleet
 
     def _local_pools(self, pools: list[Pool[Worker]], info: PromptInfo) -> list[Pool[Worker]]:
         """Decode workers that lack so little of the prompt that a hand-off is not worth it."""
@@ -182,7 +203,7 @@ class Placer:
             return pools
 
         def has_room(worker: Worker) -> bool:
-            return max(worker.load.queued_tokens, worker.outstanding_tokens) < limit
+            return worker.load.queued_tokens < limit
 
         roomy = []
         for pool in pools:
@@ -197,7 +218,7 @@ class Placer:
 
     def _is_prefill_connecting(self) -> bool:
         """A prefill worker has just registered and none is there yet: a moment's patience instead of going without."""
-        if any(worker.record.role == "prefill" for worker in self._workers.usable()):
+        if self._usable_fleet().has_prefill:
             return False
         new_since_s = asyncio.get_running_loop().time() - CONNECT_WAIT_S
         prefills = self._workers.with_role("prefill")
@@ -250,7 +271,3 @@ def make_pools(workers: Iterable[Worker]) -> tuple[list[Pool[Worker]], str]:
     alone = [[*kind.get("decode", ()), *kind.get("aggregated", ())] for kind in kinds]
     cause = "no_prefill_worker" if any("decode" in kind for kind in kinds) else "aggregated"
     return [Pool((), decodes) for decodes in alone if decodes], cause
-
-
-def pool_kind(pool: Pool[Worker]) -> ModelKind:
-    return pool.decodes[0].kind

@@ -20,6 +20,7 @@ from pdserve.session import Session
 from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import kv_pb2
 from registry import RegistryUnavailable, WorkerRecord, WorkerRegistry
+from router.policies.load import WorkerLoad
 from router.prompt import ModelKind
 
 MAX_WORKERS = 4096
@@ -31,21 +32,15 @@ log = structlog.get_logger()
 class Worker:
     """A worker as this router sees it. A routing Candidate."""
 
-    def __init__(self, record: WorkerRecord, session: Session) -> None:
+    def __init__(self, record: WorkerRecord, session: Session, load: WorkerLoad) -> None:
         self.record = record
         self.session = session
         self.met_s = asyncio.get_running_loop().time()
-        self.outstanding_requests = 0
-        self.outstanding_tokens = 0
-        self.outstanding_kv_tokens = 0
+        self.load = load
 
     @property
     def worker_id(self) -> str:
         return self.record.worker_id
-
-    @property
-    def load(self) -> pb.Load:
-        return self.session.load
 
     @property
     def kind(self) -> ModelKind:
@@ -56,10 +51,6 @@ class Worker:
     def stride(self) -> int:
         """Hash units in one of its blocks."""
         return max(1, self.record.block_size // max(1, self.record.hash_block_tokens))
-
-    @property
-    def pool_tokens(self) -> int:
-        return self.record.pool_tokens
 
     @property
     def state(self) -> str:
@@ -128,7 +119,7 @@ class Workers:
 
     def emitting_load(self) -> pb.Load:
         """Sum over the usable workers that emit tokens; without any, all zero (which tells gateways so)."""
-        loads = [worker.load for worker in self.with_role("decode", "aggregated") if worker.usable]
+        loads = [worker.session.load for worker in self.with_role("decode", "aggregated") if worker.usable]
         return pb.Load(
             running=sum(load.running for load in loads),
             waiting=sum(load.waiting for load in loads),
@@ -185,17 +176,19 @@ class Workers:
                 log.error("too many workers, ignored", worker=record.worker_id, limit=MAX_WORKERS)
                 return
             log.info("met worker", worker=record.worker_id, role=record.role, address=record.address)
-            self.known[record.worker_id] = Worker(record, self._connect(record))
+            load = WorkerLoad(record.pool_tokens)
+            self.known[record.worker_id] = Worker(record, self._connect(record, load), load)
         elif record.incarnation >= worker.record.incarnation:
             worker.record, older = record, worker.record
+            worker.load.pool_tokens = record.pool_tokens
             if record.address != older.address or worker.state == "stale":
                 log.info("worker has a new incarnation", worker=record.worker_id, incarnation=record.incarnation)
-                session, worker.session = worker.session, self._connect(record)
+                session, worker.session = worker.session, self._connect(record, worker.load)
                 await session.close()  # ends what the older incarnation had
         self._notify()
 
-    def _connect(self, record: WorkerRecord) -> Session:
-        return Session.start(record.address, self._identity, on_change=lambda _: self._notify())
+    def _connect(self, record: WorkerRecord, load: WorkerLoad) -> Session:
+        return Session.start(record.address, self._identity, on_change=lambda _: self._notify(), on_load=load.report)
 
     def _notify(self) -> None:
         self._usable = None

@@ -10,20 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-
-class LoadLike(Protocol):
-    """Reported by the worker; up to half a second old."""
-
-    @property
-    def running(self) -> int: ...
-    @property
-    def waiting(self) -> int: ...
-    @property
-    def queued_tokens(self) -> int: ...
-    @property
-    def free_blocks(self) -> int: ...
-    @property
-    def total_blocks(self) -> int: ...
+from router.policies.load import WorkerLoad
 
 
 class Candidate(Protocol):
@@ -32,23 +19,7 @@ class Candidate(Protocol):
     @property
     def worker_id(self) -> str: ...
     @property
-    def load(self) -> LoadLike: ...
-    @property
-    def outstanding_requests(self) -> int:
-        """Sent there by this router and not ended; always up to date."""
-
-    @property
-    def outstanding_tokens(self) -> int:
-        """Prompt tokens of those that it has yet to compute, as far as this router knows: without cached ones, and
-        without those whose prefill has ended."""
-
-    @property
-    def outstanding_kv_tokens(self) -> int:
-        """Tokens of those: KV that they hold there, or will hold."""
-
-    @property
-    def pool_tokens(self) -> int:
-        """Tokens that its KV pool holds; 0: not known."""
+    def load(self) -> WorkerLoad: ...
 
 
 C = TypeVar("C", bound=Candidate)

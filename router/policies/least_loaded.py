@@ -1,8 +1,6 @@
 """The pair with the least work ahead: fewest queued tokens on the prefill side, fewest requests on the decode side.
 
-A worker's report is up to half a second old, so a burst would all go to whoever was idle at the last report. What this
-router has sent itself and not seen end is exact; the larger of the two counts (other routers' work is only in the
-report). Equals are drawn by lot, so that several routers do not all begin with the same worker.
+Equals are drawn by lot, so that several routers do not all begin with the same worker.
 """
 
 from __future__ import annotations
@@ -33,14 +31,12 @@ class LeastLoaded:
 
     def _prefill_cost(self, candidate: C) -> tuple[float, ...]:
         """Work ahead as a number near the requests ahead, so that it adds up with the decode side's."""
-        queued_tokens = max(candidate.load.queued_tokens, candidate.outstanding_tokens)
-        return queued_tokens / TOKENS_OF_A_REQUEST, self._random.random()
+        return candidate.load.queued_tokens / TOKENS_OF_A_REQUEST, self._random.random()
 
     def _decode_cost(self, candidate: C) -> tuple[float, ...]:
         load = candidate.load
-        requests = max(load.running + load.waiting, candidate.outstanding_requests)
-        used = 1 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0
-        return requests + used, self._random.random()
+        used_part = load.kv_tokens / load.pool_tokens if load.pool_tokens else 0.0
+        return load.requests + used_part, self._random.random()
 
 
 TOKENS_OF_A_REQUEST = 512

@@ -89,10 +89,7 @@ class PrefixAware:
 
     def _prefill_cost(self, prompt: PromptInfo, worker: C) -> float:
         uncached = prompt.num_tokens - prompt.cached_tokens.get(worker.worker_id, 0)
-        load = worker.load
-        queued = max(load.queued_tokens, worker.outstanding_tokens)
-        requests = max(load.running + load.waiting, worker.outstanding_requests)
-        return uncached + queued + self._costs.prefill_request * requests
+        return uncached + worker.load.queued_tokens + self._costs.prefill_request * worker.load.requests
 
     def _decode_cost(self, prompt: PromptInfo, worker: C) -> float:
         unsent = prompt.num_tokens - prompt.cached_tokens.get(worker.worker_id, 0)
@@ -100,17 +97,13 @@ class PrefixAware:
 
     def _alone_cost(self, prompt: PromptInfo, worker: C) -> float:
         uncached = prompt.num_tokens - prompt.cached_tokens.get(worker.worker_id, 0)
-        queued = max(worker.load.queued_tokens, worker.outstanding_tokens)
-        return uncached + queued + self._occupation_cost(prompt, worker, uncached)
+        return uncached + worker.load.queued_tokens + self._occupation_cost(prompt, worker, uncached)
 
     def _occupation_cost(self, prompt: PromptInfo, worker: C, new_tokens: int) -> float:
         costs, load = self._costs, worker.load
-        requests = max(load.running + load.waiting, worker.outstanding_requests)
+        requests, used, pool_tokens = load.requests, load.kv_tokens, load.pool_tokens
         cost = costs.decode_request * requests
-        pool_tokens = worker.pool_tokens
         if pool_tokens:
-            used_part = 1 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0
-            used = max(used_part * pool_tokens, worker.outstanding_kv_tokens)
             growth = min(prompt.max_new_tokens or costs.expected_output_tokens, costs.expected_output_tokens)
             # Those that run have half of their growth behind them.
             needed = used + requests * costs.expected_output_tokens / 2 + new_tokens + growth

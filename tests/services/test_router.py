@@ -101,8 +101,7 @@ class Fleet:
         """Nothing is open or counted anywhere."""
         workers = self.router.workers.known.values()
         return not any(worker.tasks for worker in self.workers.values()) and all(
-            worker.outstanding_requests == worker.outstanding_tokens == worker.session.num_open == 0
-            for worker in workers
+            worker.load.is_at_rest and worker.session.num_open == 0 for worker in workers
         )
 
 

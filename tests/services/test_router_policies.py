@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 
 import pytest
 
@@ -12,22 +11,18 @@ from router.config import RouterConfig
 from router.policies import POLICIES, make_policy
 from router.policies.base import Pool, PromptInfo
 from router.policies.least_loaded import LeastLoaded
+from router.policies.load import WorkerLoad
 from router.policies.round_robin import RoundRobin
 
 
-@dataclass
 class Sim:
-    worker_id: str
-    load: pb.Load = field(default_factory=pb.Load)
-    outstanding_requests: int = 0
-    outstanding_tokens: int = 0
-    outstanding_kv_tokens: int = 0
-    pool_tokens: int = 0
+    def __init__(self, worker_id: str, report: pb.Load | None = None, own_requests: int = 0) -> None:
+        self.worker_id = worker_id
+        self.load = WorkerLoad(pool_tokens=1000, own_requests=own_requests)
+        self.load.report(report or pb.Load())
 
     def take(self, tokens: int) -> None:
-        self.outstanding_requests += 1
-        self.outstanding_tokens += tokens
-        self.outstanding_kv_tokens += tokens
+        self.load.add(1, tokens, tokens)
 
 
 def sims(prefix: str, count: int) -> list[Sim]:
@@ -80,7 +75,7 @@ async def test_round_robin_keeps_its_turn_when_workers_come_and_go() -> None:
 
 async def test_least_loaded_takes_the_idle_pair_by_report_and_by_own_count() -> None:
     busy_p, idle_p = Sim("p0", pb.Load(queued_tokens=5000)), Sim("p1")
-    busy_d, idle_d = Sim("d0", pb.Load(running=5)), Sim("d1", outstanding_requests=1)
+    busy_d, idle_d = Sim("d0", pb.Load(running=5)), Sim("d1", own_requests=1)
     choice = await LeastLoaded().choose(PROMPT, [Pool([busy_p, idle_p], [busy_d, idle_d])])
     assert (choice.prefill, choice.decode) == (idle_p, idle_d)
 
