@@ -18,7 +18,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.messages import EngineStats, ErrorCode, PeerFrame, ReceiveKV
+from engine.messages import EngineStats, ErrorCode, PeerFrame, ReceiveKV, TransferReport
 from engine.model_runner import ModelRunner
 from engine.process import Engine, EngineProcess
 from engine.ready import engine_ready
@@ -29,7 +29,7 @@ from kv_transfer.layout import KVRange, make_layout
 from kv_transfer.protocol import Abort, Busy, Done, End, Frame, Open, Refused, Ticket
 from kv_transfer.receiver import Receiver
 from kv_transfer.staging import DEFAULT_NUM_SLOTS, DEFAULT_SLOT_BYTES, StagingArena
-from kv_transfer.transfer import TransferKey
+from kv_transfer.transfer import Moved, TransferKey
 from pdserve.v1 import inference_pb2, kv_pb2, worker_pb2
 from telemetry import logs
 from worker.launch import EngineLaunch, decode_launch
@@ -129,11 +129,11 @@ class DecodeHandoff:
     def write_kv(self, request_id: str, part: KVRange, payload: memoryview, dtype: str) -> None:
         self._core.write_kv(request_id, *part, payload, getattr(torch, dtype))
 
-    def publish(self, request_id: str, first_output: bytes, transfer_s: float, sent_tokens: int) -> None:
-        self._ready(request_id, first_output, transfer_s, sent_tokens)
+    def publish(self, request_id: str, first_output: bytes, moved: Moved) -> None:
+        self._ready(request_id, first_output, moved)
 
     def finish(self, request_id: str, first_output: bytes) -> None:
-        self._ready(request_id, first_output, 0.0, 0)
+        self._ready(request_id, first_output, None)
 
     def transfer_failed(self, request_id: str, reason: str) -> None:
         log.warning("handoff_failed", request_id=request_id, reason=reason)
@@ -141,15 +141,18 @@ class DecodeHandoff:
 
     # ---- inside
 
-    def _ready(self, request_id: str, first_output: bytes, transfer_s: float, sent_tokens: int) -> None:
+    def _ready(self, request_id: str, first_output: bytes, moved: Moved | None) -> None:
         output = first_output_from_pb(inference_pb2.Output.FromString(first_output), request_id)
         timings = output.timings
         assert timings is not None
-        timings.transfer_s = transfer_s
+        transfer_s = 0.0
+        if moved is not None:
+            timings.transfer_s = transfer_s = moved.exposed_s
+            timings.transfer = TransferReport(moved.lane, moved.total_s, moved.num_bytes, moved.cached_tokens)
         waited_s = time.monotonic() - self._core.scheduler.requests[request_id].arrival_s - transfer_s
         # Both workers got the request at the same time, so what P did not spend was spent on the way.
         timings.relay_s = max(0.0, waited_s - timings.prefill_queue_s - timings.handoff_wait_s - timings.prefill_s)
-        output.sent_kv_tokens = sent_tokens
+        output.sent_kv_tokens = moved.sent_tokens if moved is not None else 0
         self._core.kv_ready(request_id, output)
 
 

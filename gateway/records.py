@@ -42,6 +42,10 @@ class RequestRecord:
     outcome: str = "running"
     """stop | length | an error's code | client (gone)."""
     worker_phases: pb.Phases | None = None
+    transfer: pb.Transfer | None = None
+    """How the KV came, after a hand-off."""
+    route: pb.Route | None = None
+    """Which workers were tried, by the router that answered last."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     sent_kv_tokens: int = 0
@@ -69,7 +73,11 @@ class RequestRecord:
             "relay_s": max(self.first_output_s - self.dispatched_s - worker.route_s - worker.worker_s, 0.0)
             + worker.handoff_relay_s,
         }
-        return phases | {"rest_s": ttft_s - sum(phases.values())}
+        total_s = sum(phases.values())
+        if total_s > ttft_s:  # measured on several clocks and across resumes, parts may overlap: they still add up
+            phases = {name: duration_s * ttft_s / total_s for name, duration_s in phases.items()}
+            total_s = ttft_s
+        return phases | {"rest_s": ttft_s - total_s}
 
     def view(self) -> dict[str, Any]:
         """As /debug/requests shows it."""
@@ -87,7 +95,29 @@ class RequestRecord:
             "output_tokens": self.output_tokens,
             "choices": self.num_choices,
             "resumes": self.resumes,
+            "transfer": None if self.transfer is None else _transfer_view(self.transfer),
+            "router": "" if self.route is None else self.route.router,
+            "attempts": [] if self.route is None else [_attempt_view(attempt) for attempt in self.route.attempts],
         }
+
+
+def _transfer_view(transfer: pb.Transfer) -> dict[str, Any]:
+    return {
+        "lane": transfer.lane,
+        "seconds": transfer.seconds,
+        "bytes": transfer.bytes,
+        "cached_tokens": transfer.cached_tokens,
+    }
+
+
+def _attempt_view(attempt: pb.Route.Attempt) -> dict[str, Any]:
+    return {
+        "prefill_worker": attempt.prefill_worker,
+        "decode_worker": attempt.decode_worker,
+        "start_s": attempt.start_s,
+        "duration_s": attempt.duration_s,
+        "failure": attempt.failure,
+    }
 
 
 class RecentRequests:

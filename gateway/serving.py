@@ -197,6 +197,8 @@ class Call:
 
     def _observe(self, choice: Choice, output: pb.Output) -> None:
         """Times and counts of one output."""
+        if output.HasField("route"):
+            self._record.route = output.route
         if not output.token_ids:
             return
         now_s, record = time.monotonic(), self._record
@@ -205,12 +207,26 @@ class Call:
             record.first_output_s = now_s
             record.worker_phases = output.phases
             record.sent_kv_tokens = output.sent_kv_tokens
-            metrics.time_to_first_token.labels(name).observe(now_s - record.received_s)
+            if output.HasField("transfer"):
+                record.transfer = output.transfer
+            self._observe_first(output)
         if choice.cached_tokens is None:
             choice.cached_tokens = output.cached_tokens
         if choice.last_output_s is not None:
             metrics.inter_token_latency.labels(name).observe(now_s - choice.last_output_s)
         choice.last_output_s = now_s
+
+    def _observe_first(self, output: pb.Output) -> None:
+        """The request's first output, whichever choice it is of: each phase once, so that their sums are TTFT's."""
+        record, metrics, name = self._record, self.gateway.metrics, self.gateway.model.name
+        assert record.ttft_s is not None
+        metrics.time_to_first_token.labels(name).observe(record.ttft_s)
+        metrics.observe_phases(name, {phase.removesuffix("_s"): value for phase, value in record.phases().items()})
+        if output.HasField("transfer"):
+            metrics.prefix_hit_tokens.labels(name, "prefill").inc(output.cached_tokens)
+            metrics.prefix_hit_tokens.labels(name, "decode").inc(output.transfer.cached_tokens)
+        else:
+            metrics.prefix_hit_tokens.labels(name, "decode").inc(output.cached_tokens)
 
     @contextmanager
     def _recorded(self, choices: Sequence[Choice]) -> Iterator[None]:
@@ -249,8 +265,6 @@ class Call:
         metrics.e2e_latency.labels(name).observe(e2e_s)
         metrics.request_prompt_tokens.labels(name).observe(record.prompt_tokens)
         metrics.request_generation_tokens.labels(name).observe(record.output_tokens)
-        if phases := record.phases():
-            metrics.observe_phases(name, {phase.removesuffix("_s"): value for phase, value in phases.items()})
         if record.ttft_s is not None and len(choices) == 1 and record.output_tokens > 1:
             per_token_s = (e2e_s - record.ttft_s) / (record.output_tokens - 1)
             metrics.time_per_output_token.labels(name).observe(per_token_s)

@@ -34,6 +34,7 @@ class ReceiveTransfer:
     parts: dict[int, KVRange] = field(default_factory=dict)
     """Verified segments, by index."""
     cells: int = 0
+    num_bytes: int = 0
     first_segment_s: float | None = None
     last_segment_s: float = 0.0
     end: End | None = None

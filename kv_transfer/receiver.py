@@ -25,7 +25,7 @@ from kv_transfer.protocol import Abort, Busy, Done, End, Frame, Open, Refused, T
 from kv_transfer.receive_transfer import ReceiveTransfer
 from kv_transfer.segment import digest, key_of, range_of
 from kv_transfer.staging import StagingArena
-from kv_transfer.transfer import TransferCounters, TransferKey, TransferState
+from kv_transfer.transfer import Moved, TransferCounters, TransferKey, TransferState
 from pdserve.v1 import kv_pb2
 
 
@@ -42,7 +42,7 @@ class ReceiverPort(Protocol):
         """Copy a verified segment into the reservation."""
         ...
 
-    def publish(self, request_id: str, first_output: bytes, transfer_s: float, sent_tokens: int) -> None:
+    def publish(self, request_id: str, first_output: bytes, moved: Moved) -> None:
         """Everything is there: emit the first token and go on."""
         ...
 
@@ -322,6 +322,7 @@ class Receiver:
         transfer.last_segment_s = self._clock()
         self.counters.segments += 1
         self.counters.bytes += header.payload_bytes
+        transfer.num_bytes += header.payload_bytes
         self._complete(transfer)
 
     def _on_channel_lost(self, lost: ChannelLost) -> None:
@@ -368,12 +369,20 @@ class Receiver:
             return
         assert transfer.ticket is not None
         now = self._clock()
-        if transfer.first_segment_s is not None:
-            self.counters.seconds += now - transfer.first_segment_s
+        total_s = 0.0 if transfer.first_segment_s is None else now - transfer.first_segment_s
+        self.counters.seconds += total_s
         self.counters.done += 1
         self._bury(transfer, TransferState.DONE, "done")
-        sent_tokens = transfer.prompt_tokens - transfer.ticket.cached_tokens
-        self._port.publish(transfer.request_id, transfer.end.first_output, now - transfer.end_s, sent_tokens)
+        cached_tokens = transfer.ticket.cached_tokens
+        moved = Moved(
+            lane=transfer.ticket.backend,
+            exposed_s=now - transfer.end_s,
+            total_s=total_s,
+            num_bytes=transfer.num_bytes,
+            sent_tokens=transfer.prompt_tokens - cached_tokens,
+            cached_tokens=cached_tokens,
+        )
+        self._port.publish(transfer.request_id, transfer.end.first_output, moved)
         self._port.send(transfer.peer or "", Frame(transfer.key, Done()))
 
     def _on_abort(self, peer: str, key: TransferKey, transfer: ReceiveTransfer | None, reason: str) -> None:

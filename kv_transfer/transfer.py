@@ -53,6 +53,22 @@ def check_edge(key: TransferKey, before: TransferState, after: TransferState) ->
         raise IllegalTransition(f"transfer {key.transfer_id}/{key.attempt}: {before.name} -> {after.name}")
 
 
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What one transfer did that is done, for its receiver's request."""
+
+    lane: str
+    """The backend."""
+    exposed_s: float
+    """From the end of prefill on."""
+    total_s: float
+    """From the first segment on."""
+    num_bytes: int
+    sent_tokens: int
+    cached_tokens: int
+    """Those that the receiver had."""
+
+
 @dataclass(slots=True)
 class TransferCounters:
     """Since the start, of one side; the services report them as metrics."""

@@ -18,6 +18,8 @@ TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.
 TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
 LATENCY_BUCKETS_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 600)
 PHASE_BUCKETS_S = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+BYTES_BUCKETS = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28, 1 << 30, 1 << 32, 1 << 34)
+GBPS_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 2, 4, 8, 16, 32, 64, 128, 256)
 LENGTH_BUCKETS_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 PHASES = (
@@ -148,7 +150,32 @@ class WorkerMetrics:
         self.open_requests = Gauge("pdserve_open_requests", "Requests that have not ended", registry=registry)
         self.sessions = Gauge("pdserve_sessions", "Sessions of routers", registry=registry)
         self.handoff_streams = Gauge("pdserve_handoff_streams", "Control streams to peers", registry=registry)
+        lane = ["lane"]
+        self.transfer_seconds = Histogram(
+            "pdserve_kv_transfer_seconds",
+            "Decode: one hand-off's KV, first segment until verified; lane: the transfer backend",
+            lane,
+            buckets=PHASE_BUCKETS_S,
+            registry=registry,
+        )
+        self.transfer_bytes = Histogram(
+            "pdserve_kv_transfer_size_bytes", "Decode: its bytes", lane, buckets=BYTES_BUCKETS, registry=registry
+        )
+        self.transfer_gbps = Histogram(
+            "pdserve_kv_transfer_gigabytes_per_second",
+            "Decode: its bytes by its seconds, in 10^9 bytes/s; a transfer that waits for prefill is slow",
+            lane,
+            buckets=GBPS_BUCKETS,
+            registry=registry,
+        )
         self.engine_restarts = Counter("pdserve_engine_restarts", "Engines started after the first", registry=registry)
+
+    def observe_transfer(self, lane: str, seconds: float, num_bytes: int) -> None:
+        """One that is done. Without a byte (all was cached) it has no rate."""
+        self.transfer_seconds.labels(lane).observe(seconds)
+        self.transfer_bytes.labels(lane).observe(num_bytes)
+        if num_bytes and seconds > 0:
+            self.transfer_gbps.labels(lane).observe(num_bytes / seconds / 1e9)
 
 
 class RouterMetrics:
@@ -229,6 +256,12 @@ class GatewayMetrics:
         self.generation_tokens = Counter("vllm:generation_tokens", "Tokens generated", model, registry=registry)
         self.cached_tokens = Counter(
             "pdserve_cached_tokens", "Prompt tokens taken from prefix caches", model, registry=registry
+        )
+        self.prefix_hit_tokens = Counter(
+            "pdserve_prefix_hit_tokens",
+            "Prompt tokens found in a prefix cache, by the role of the worker that had them; both may have the same",
+            [*model, "source"],
+            registry=registry,
         )
         self.time_to_first_token = Histogram(
             "vllm:time_to_first_token_seconds", "TTFT", model, buckets=TTFT_BUCKETS_S, registry=registry

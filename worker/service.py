@@ -81,6 +81,9 @@ class WorkerService:
             if output.token_ids and not request.has_emitted:
                 request.has_emitted = True
                 news.phases.worker_s = now_s - request.received_s
+                if news.HasField("transfer"):
+                    transfer = news.transfer
+                    self._metrics.observe_transfer(transfer.lane, transfer.seconds, transfer.bytes)
             if output.finish_reason is not None:
                 del self._open[output.request_id]
                 self._count(news.finish)

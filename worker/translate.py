@@ -123,6 +123,15 @@ def output_to_pb(output: RequestOutput, request_id: str) -> pb.Output:
                 handoff_relay_s=output.timings.relay_s,
             )
         )
+        if (transfer := output.timings.transfer) is not None:
+            message.transfer.CopyFrom(
+                pb.Transfer(
+                    lane=transfer.lane,
+                    seconds=transfer.seconds,
+                    bytes=transfer.num_bytes,
+                    cached_tokens=transfer.cached_tokens,
+                )
+            )
     if output.cached_tokens is not None:
         message.cached_tokens = output.cached_tokens
     if output.sent_kv_tokens is not None:

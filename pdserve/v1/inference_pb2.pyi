@@ -214,6 +214,7 @@ class GenerateRequest(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     HANDOFF_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique on the session. The router appends the attempt, so a retry is another id on the worker's session."""
     timeout_s: _builtins.float
@@ -226,6 +227,8 @@ class GenerateRequest(_message.Message):
     """Requests with the same non-empty group go to the same pair of workers (the n choices of one prompt)."""
     session: _builtins.str
     """What belongs together as the client sees it; routing policies may keep it on one pair of workers."""
+    traceparent: _builtins.str
+    """W3C trace context of the span that this request is a part of; empty: nobody traces it."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -251,10 +254,11 @@ class GenerateRequest(_message.Message):
         group: _builtins.str = ...,
         handoff: Global___Handoff | None = ...,
         session: _builtins.str = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "group", b"group", "handoff", b"handoff", "output_so_far", b"output_so_far", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "group", b"group", "handoff", b"handoff", "output_so_far", b"output_so_far", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -450,6 +454,97 @@ class Phases(_message.Message):
 Global___Phases: _TypeAlias = Phases  # noqa: Y015
 
 @_typing.final
+class Transfer(_message.Message):
+    """How a request's KV came to the worker that emits; measured there."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LANE_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    lane: _builtins.str
+    """the transfer backend"""
+    seconds: _builtins.float
+    """first segment received until the last one was verified and published"""
+    bytes: _builtins.int
+    cached_tokens: _builtins.int
+    """prompt tokens that were cached there, and not sent"""
+    def __init__(
+        self,
+        *,
+        lane: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+        bytes: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "cached_tokens", b"cached_tokens", "lane", b"lane", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Transfer: _TypeAlias = Transfer  # noqa: Y015
+
+@_typing.final
+class Route(_message.Message):
+    """Where the router sent a request, in order; all attempts but the last have a failure."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Attempt(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        PREFILL_WORKER_FIELD_NUMBER: _builtins.int
+        DECODE_WORKER_FIELD_NUMBER: _builtins.int
+        START_S_FIELD_NUMBER: _builtins.int
+        DURATION_S_FIELD_NUMBER: _builtins.int
+        FAILURE_FIELD_NUMBER: _builtins.int
+        prefill_worker: _builtins.str
+        """empty: the other one prefilled by itself"""
+        decode_worker: _builtins.str
+        start_s: _builtins.float
+        """since the router received the request"""
+        duration_s: _builtins.float
+        """0 for one that goes on"""
+        failure: _builtins.str
+        """an ErrorCode's name"""
+        def __init__(
+            self,
+            *,
+            prefill_worker: _builtins.str = ...,
+            decode_worker: _builtins.str = ...,
+            start_s: _builtins.float = ...,
+            duration_s: _builtins.float = ...,
+            failure: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "duration_s", b"duration_s", "failure", b"failure", "prefill_worker", b"prefill_worker", "start_s", b"start_s"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    ROUTER_FIELD_NUMBER: _builtins.int
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
+    router: _builtins.str
+    @_builtins.property
+    def attempts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Route.Attempt]: ...
+    def __init__(
+        self,
+        *,
+        router: _builtins.str = ...,
+        attempts: _abc.Iterable[Global___Route.Attempt] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "router", b"router"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Route: _TypeAlias = Route  # noqa: Y015
+
+@_typing.final
 class Output(_message.Message):
     """A request's news from one step. Exactly one Output of a request carries `finish`, and it is the last one."""
 
@@ -462,6 +557,8 @@ class Output(_message.Message):
     PHASES_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     SENT_KV_TOKENS_FIELD_NUMBER: _builtins.int
+    TRANSFER_FIELD_NUMBER: _builtins.int
+    ROUTE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     cached_tokens: _builtins.int
     """Prompt tokens that the prefilling worker took from its prefix cache; set with `phases`."""
@@ -479,6 +576,14 @@ class Output(_message.Message):
     def phases(self) -> Global___Phases:
         """Set on the first output that carries tokens."""
 
+    @_builtins.property
+    def transfer(self) -> Global___Transfer:
+        """set with `phases` after a hand-off"""
+
+    @_builtins.property
+    def route(self) -> Global___Route:
+        """router: set with `phases`, and with the finish after another attempt"""
+
     def __init__(
         self,
         *,
@@ -489,23 +594,33 @@ class Output(_message.Message):
         phases: Global___Phases | None = ...,
         cached_tokens: _builtins.int | None = ...,
         sent_kv_tokens: _builtins.int | None = ...,
+        transfer: Global___Transfer | None = ...,
+        route: Global___Route | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_phases", b"_phases", "_sent_kv_tokens", b"_sent_kv_tokens", "cached_tokens", b"cached_tokens", "finish", b"finish", "phases", b"phases", "sent_kv_tokens", b"sent_kv_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_phases", b"_phases", "_route", b"_route", "_sent_kv_tokens", b"_sent_kv_tokens", "_transfer", b"_transfer", "cached_tokens", b"cached_tokens", "finish", b"finish", "phases", b"phases", "route", b"route", "sent_kv_tokens", b"sent_kv_tokens", "transfer", b"transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_phases", b"_phases", "_sent_kv_tokens", b"_sent_kv_tokens", "cached_tokens", b"cached_tokens", "finish", b"finish", "logprobs", b"logprobs", "phases", b"phases", "request_id", b"request_id", "sent_kv_tokens", b"sent_kv_tokens", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_phases", b"_phases", "_route", b"_route", "_sent_kv_tokens", b"_sent_kv_tokens", "_transfer", b"_transfer", "cached_tokens", b"cached_tokens", "finish", b"finish", "logprobs", b"logprobs", "phases", b"phases", "request_id", b"request_id", "route", b"route", "sent_kv_tokens", b"sent_kv_tokens", "token_ids", b"token_ids", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cached_tokens: _TypeAlias = _typing.Literal["cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__cached_tokens: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens"]  # noqa: Y015
     _WhichOneofReturnType__phases: _TypeAlias = _typing.Literal["phases"]  # noqa: Y015
     _WhichOneofArgType__phases: _TypeAlias = _typing.Literal["_phases", b"_phases"]  # noqa: Y015
+    _WhichOneofReturnType__route: _TypeAlias = _typing.Literal["route"]  # noqa: Y015
+    _WhichOneofArgType__route: _TypeAlias = _typing.Literal["_route", b"_route"]  # noqa: Y015
     _WhichOneofReturnType__sent_kv_tokens: _TypeAlias = _typing.Literal["sent_kv_tokens"]  # noqa: Y015
     _WhichOneofArgType__sent_kv_tokens: _TypeAlias = _typing.Literal["_sent_kv_tokens", b"_sent_kv_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__transfer: _TypeAlias = _typing.Literal["transfer"]  # noqa: Y015
+    _WhichOneofArgType__transfer: _TypeAlias = _typing.Literal["_transfer", b"_transfer"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cached_tokens) -> _WhichOneofReturnType__cached_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__phases) -> _WhichOneofReturnType__phases | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__route) -> _WhichOneofReturnType__route | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sent_kv_tokens) -> _WhichOneofReturnType__sent_kv_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__transfer) -> _WhichOneofReturnType__transfer | None: ...
 
 Global___Output: _TypeAlias = Output  # noqa: Y015
 

@@ -24,7 +24,7 @@ from kv_transfer.receiver import Receiver, ReceiverSettings
 from kv_transfer.segment import SealedSegment
 from kv_transfer.sender import Sender
 from kv_transfer.staging import StagingArena
-from kv_transfer.transfer import TransferKey
+from kv_transfer.transfer import Moved, TransferKey
 from pdserve.v1 import kv_pb2
 
 LAYERS, HEADS, DIM = 4, 2, 16
@@ -421,7 +421,7 @@ class ReceiverPeer(Peer):
     def write_kv(self, request_id: str, part: KVRange, payload: memoryview, dtype: str) -> None:
         self.pool.cache.unpack(self.pool.tables[request_id], *part, payload, getattr(torch, dtype))
 
-    def publish(self, request_id: str, first_output: bytes, transfer_s: float, sent_tokens: int) -> None:
+    def publish(self, request_id: str, first_output: bytes, moved: Moved) -> None:
         self.tell("published", request_id, self.pool.read(request_id, self.jobs[request_id].tokens), first_output)
         self.pool.release(request_id)
 

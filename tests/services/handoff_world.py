@@ -20,7 +20,7 @@ from kv_transfer.receiver import Receiver, ReceiverSettings
 from kv_transfer.segment import SealedSegment, parse_header
 from kv_transfer.sender import Sender
 from kv_transfer.staging import StagingArena
-from kv_transfer.transfer import TransferKey
+from kv_transfer.transfer import Moved, TransferKey
 from pdserve.v1 import kv_pb2
 
 LAYERS, HEADS, DIM = 4, 2, 8
@@ -209,11 +209,11 @@ class ReceiverPort:
         target = self.reserved[request_id][part.layer_start : part.layer_end, :, :, part.token_start : part.token_end]
         target[...] = np.frombuffer(payload, dtype).reshape(target.shape)
 
-    def publish(self, request_id: str, first_output: bytes, transfer_s: float, sent_tokens: int) -> None:
+    def publish(self, request_id: str, first_output: bytes, moved: Moved) -> None:
         self._end(request_id)
         self.published[request_id] = self.reserved.pop(request_id)
         self.first_outputs[request_id] = first_output
-        self.transfer_s[request_id] = transfer_s
+        self.transfer_s[request_id] = moved.exposed_s
 
     def finish(self, request_id: str, first_output: bytes) -> None:
         self._end(request_id)
