@@ -34,6 +34,9 @@ def main(
     drain_timeout_s: Annotated[float, typer.Option(help="after SIGTERM, what runs may go on for so long")] = 10.0,
     min_prefill_workers: Annotated[int, typer.Option(help="not ready before so many were reached")] = 0,
     min_decode_workers: Annotated[int, typer.Option(help="not ready before so many were reached")] = 1,
+    otlp_endpoint: Annotated[
+        str, typer.Option(envvar="OTEL_EXPORTER_OTLP_ENDPOINT", help="collector of traces (gRPC); empty: no traces")
+    ] = "",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info",
 ) -> None:
     """Route requests of gateways to pairs of prefill and decode workers."""
@@ -55,6 +58,7 @@ def main(
             drain_timeout_s=drain_timeout_s,
             min_prefill_workers=min_prefill_workers,
             min_decode_workers=min_decode_workers,
+            otlp_endpoint=otlp_endpoint,
         )
         uvloop.run(_run(config))
     except (ValueError, OSError) as error:

@@ -25,6 +25,7 @@ from router.service import RouterService
 from router.workers import STATES, Workers
 from telemetry.http import StatusServer
 from telemetry.metrics import RouterMetrics
+from telemetry.tracing import start_tracer
 
 GRPC_STOP_S = 1.0
 
@@ -51,7 +52,10 @@ class Router:
         self.feed = OwnershipFeed(self._ownership, self.index, self.workers.known, metrics)
         self._follows = policy.uses_prefixes or config.local_prefill_tokens > 0
         placer = Placer(self.workers, policy, self.index, config, lambda: self.feed.is_blind)
-        self._service = RouterService(self.workers, placer, config, metrics, self._why_behind)
+        self._tracer = start_tracer("router", identity.worker_id, config.otlp_endpoint)
+        self._service = RouterService(
+            self.workers, placer, config, metrics, self._why_behind, self._tracer, identity.worker_id
+        )
         self._sessions = SessionServer(identity, self._service, load=self.workers.emitting_load)
         self._status = StatusServer(self._metrics_registry, self._service.not_ready)
         self._show_fleet(metrics)
@@ -81,6 +85,7 @@ class Router:
         await self._ownership.close()
         await self._registry.close()
         await self._status.close()
+        await asyncio.to_thread(self._tracer.close)
 
     async def run_until_signal(self) -> None:
         """Start, say so, and stop on SIGTERM or SIGINT (or when one of the tasks breaks)."""
@@ -113,6 +118,7 @@ class Router:
             for state in STATES:
                 metrics.workers.labels(role, state).set_function(partial(count, role, state))
         metrics.prefix_index_blocks.set_function(lambda: self.index.num_blocks)
+        metrics.prefix_index_entries.set_function(lambda: self.index.num_entries)
         metrics.prefix_index_caught_up.set_function(lambda: not self.feed.is_blind)
         metrics.sessions.set_function(lambda: len(self._sessions.sessions))
         metrics.dropped_outputs.set_function(

@@ -38,6 +38,8 @@ class RouterConfig:
     min_prefill_workers: int = 0
     min_decode_workers: int = 1
     """Ready only once so many workers were reached; after that, while there is any worker that can decode."""
+    otlp_endpoint: str = ""
+    """Collector of traces; empty: no traces."""
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:

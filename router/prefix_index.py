@@ -209,6 +209,11 @@ class PrefixIndex:
         """Different blocks that somebody owns."""
         return len(self._owners)
 
+    @property
+    def num_entries(self) -> int:
+        """Blocks, counted for each of their owners."""
+        return sum(len(owner.blocks) for owner in self._workers.values())
+
     def blocks_of(self, worker_id: str) -> frozenset[bytes]:
         """All that the worker is known to own."""
         owner = self._workers.get(worker_id)

@@ -19,6 +19,7 @@ from router.attempt import Attempt
 from router.config import RouterConfig
 from router.placement import Placement, Placer, Unplaceable, WorkerKey
 from router.prompt import RoutedPrompt
+from router.trail import Trail
 from router.workers import Worker
 from telemetry.metrics import RouterMetrics
 
@@ -47,6 +48,7 @@ class RequestPath:
         placer: Placer,
         config: RouterConfig,
         metrics: RouterMetrics,
+        trail: Trail,
     ) -> None:
         self.abort_reason = "client"
         """What the workers are told if the task is cancelled."""
@@ -56,6 +58,7 @@ class RequestPath:
         self._placer = placer
         self._config = config
         self._metrics = metrics
+        self._trail = trail
         self._received_s = asyncio.get_running_loop().time()
         # Unique in the fleet: a gateway that fails over to another router sends the same request id again.
         self._transfer_id = f"{request.request_id}~{secrets.token_hex(4)}"
@@ -65,10 +68,17 @@ class RequestPath:
 
     async def run(self) -> None:
         """The whole path."""
+        error: str | None = None
+        try:
+            error = await self._run()
+        finally:
+            self._trail.end(self.abort_reason if error is None else error)
+
+    async def _run(self) -> str:
+        """The code of the failure that the request ended with, or nothing."""
         invalid = _why_invalid(self._request)
         if invalid:
-            self._end(terminal.failed(self._request_id, pb.ERROR_CODE_INVALID_REQUEST, invalid))
-            return
+            return self._end(terminal.failed(self._request_id, pb.ERROR_CODE_INVALID_REQUEST, invalid))
         timeout_s = min(self._request.timeout_s, self._config.max_timeout_s)
         self._deadline_s = self._received_s + timeout_s
         try:
@@ -81,7 +91,7 @@ class RequestPath:
             last = terminal.failed(
                 self._request_id, why.code, why.message, retryable=retryable, retry_after_s=why.retry_after_s
             )
-        self._end(last)
+        return self._end(last)
 
     async def _generate(self) -> pb.Output:
         """Attempts until one ends the request; returns the terminal output."""
@@ -91,12 +101,14 @@ class RequestPath:
             number += 1
             attempt = await self._dispatch(number, avoid)
             abort_reason: str | None = self.abort_reason
+            error = self.abort_reason
             try:
                 last = await self._relay(attempt)
                 abort_reason = "deadline" if last.finish.reason == pb.FINISH_REASON_TIMEOUT else None
+                error = abort_reason or ""
                 return last
             except AttemptFailed as failed:
-                abort_reason = "retry"
+                abort_reason, error = "retry", pb.ErrorCode.Name(failed.failure.code)
                 if not self._may_retry(failed, attempt, avoid):
                     return pb.Output(
                         request_id=self._request_id,
@@ -106,10 +118,11 @@ class RequestPath:
                     return pb.Output(request_id=self._request_id, finish=pb.Finish(reason=pb.FINISH_REASON_LENGTH))
             except asyncio.CancelledError:
                 deadline_passed = asyncio.get_running_loop().time() >= self._deadline_s
-                abort_reason = "deadline" if deadline_passed else self.abort_reason
+                error = abort_reason = "deadline" if deadline_passed else self.abort_reason
                 raise
             finally:
                 attempt.end(abort_reason)
+                self._trail.attempt_ended(error)
 
     async def _dispatch(self, number: int, avoid: set[WorkerKey]) -> Attempt:
         """Choose workers and send them the request, with what is left of its time and what it has so far."""
@@ -123,6 +136,7 @@ class RequestPath:
         request.ClearField("handoff")
         request.output_so_far[:] = self._output_so_far
         request.timeout_s = max(0.001, self._deadline_s - now_s)
+        request.traceparent = self._trail.attempt_begins(placement, now_s)
         attempt = Attempt(placement, request, self._transfer_id, number)
         if not self._has_emitted:
             self._route_s = now_s - self._received_s
@@ -172,10 +186,12 @@ class RequestPath:
             output.ClearField("phases")
             output.ClearField("cached_tokens")
             output.ClearField("sent_kv_tokens")
+            output.ClearField("transfer")
             return
         self._has_emitted = True
         output.phases.route_s = self._route_s
         output.phases.router_s = asyncio.get_running_loop().time() - self._received_s
+        output.route.CopyFrom(self._trail.route)
 
     def _may_retry(self, failed: AttemptFailed, attempt: Attempt, avoid: set[WorkerKey]) -> bool:
         """Whether another attempt is worth it; notes whom it should avoid."""
@@ -205,11 +221,16 @@ class RequestPath:
                 self._metrics.migrations.inc()
         return may_retry
 
-    def _end(self, last: pb.Output) -> None:
+    def _end(self, last: pb.Output) -> str:
+        route = self._trail.route
+        if len(route.attempts) > 1 or not self._has_emitted:
+            last.route.CopyFrom(route)
         self._metrics.requests_finished.labels(pb.FinishReason.Name(last.finish.reason)).inc()
-        if last.finish.HasField("failure"):
-            self._metrics.failures.labels(pb.ErrorCode.Name(last.finish.failure.code)).inc()
+        code = pb.ErrorCode.Name(last.finish.failure.code) if last.finish.HasField("failure") else ""
+        if code:
+            self._metrics.failures.labels(code).inc()
         self._emit(last)
+        return code
 
 
 def _why_invalid(request: pb.GenerateRequest) -> str:

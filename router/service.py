@@ -17,8 +17,10 @@ from pdserve.v1 import inference_pb2 as pb
 from router.config import RouterConfig
 from router.placement import Placer
 from router.request_path import RequestPath
+from router.trail import Trail
 from router.workers import Workers
 from telemetry.metrics import RouterMetrics
+from telemetry.tracing import OFF, Tracer
 
 RequestKey = tuple[ServerSession, str]
 
@@ -35,6 +37,8 @@ class RouterService:
         config: RouterConfig,
         metrics: RouterMetrics,
         why_behind: Callable[[], str | None] = lambda: None,
+        tracer: Tracer = OFF,
+        router_id: str = "",
     ) -> None:
         """``why_behind``: what the prefix index still lacks, if anything."""
         self._workers = workers
@@ -42,6 +46,8 @@ class RouterService:
         self._config = config
         self._metrics = metrics
         self._why_behind = why_behind
+        self._tracer = tracer
+        self._router_id = router_id
         self._running: dict[RequestKey, tuple[asyncio.Task[None], RequestPath]] = {}
         self._was_ready = False
         self.draining = False
@@ -57,7 +63,10 @@ class RouterService:
             self._metrics.failures.labels("ERROR_CODE_OVERLOADED").inc()
             session.send([refusal])
             return
-        path = RequestPath(request, lambda output: session.send([output]), self._placer, self._config, self._metrics)
+        trail = Trail(self._tracer, self._router_id, request)
+        path = RequestPath(
+            request, lambda output: session.send([output]), self._placer, self._config, self._metrics, trail
+        )
         task = asyncio.create_task(self._run(session, request_id, path), name=f"request {request_id}")
         self._running[session, request_id] = task, path
         # Not in the task itself: one that is cancelled before its first step never runs.

@@ -212,6 +212,9 @@ class RouterMetrics:
             "pdserve_blind_decisions", "Requests placed without knowing who has which prefix", registry=registry
         )
         self.prefix_index_blocks = Gauge("pdserve_prefix_index_blocks", "Blocks with an owner", registry=registry)
+        self.prefix_index_entries = Gauge(
+            "pdserve_prefix_index_entries", "Blocks, counted for each of their owners", registry=registry
+        )
         self.prefix_index_caught_up = Gauge(
             "pdserve_prefix_index_caught_up", "1: all known workers' blocks are in the index", registry=registry
         )

@@ -2,9 +2,10 @@
 
 A report is up to half a second old. Taken as it is, a burst would all run to whoever was idle then, and a worker would
 look busy with requests that ended long ago. What this router itself has going there is exact at every moment; from a
-report it learns what the others have: the reported number less its own at that time.
+report it learns what the others have: the reported number less its own. The numbers in a report were taken a little
+before it came; whatever the router had there since the report before may be in them.
 
-    estimate = own now + max(0, reported - own when the report came)
+    estimate = own now + max(0, reported - most of its own since the report before)
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class WorkerLoad:
     """Prompt tokens of those that it has yet to compute: without cached ones, and without those whose prefill ended."""
     own_kv_tokens: int = 0
     """Tokens of those: KV that they hold there, or will hold."""
+    _most: tuple[int, int, int] = (0, 0, 0)
+    """Of the three since the last report."""
     _others_requests: int = 0
     _others_queued_tokens: int = 0
     _others_kv_tokens: float = 0.0
@@ -49,12 +52,21 @@ class WorkerLoad:
         self.own_requests += requests
         self.own_queued_tokens += queued_tokens
         self.own_kv_tokens += kv_tokens
+        if requests > 0:
+            most = self._most
+            self._most = (
+                max(most[0], self.own_requests),
+                max(most[1], self.own_queued_tokens),
+                max(most[2], self.own_kv_tokens),
+            )
 
     def report(self, report: LoadReport) -> None:
         used_part = 1 - report.free_blocks / report.total_blocks if report.total_blocks else 0.0
-        self._others_requests = max(0, report.running + report.waiting - self.own_requests)
-        self._others_queued_tokens = max(0, report.queued_tokens - self.own_queued_tokens)
-        self._others_kv_tokens = max(0.0, used_part * self.pool_tokens - self.own_kv_tokens)
+        requests, queued_tokens, kv_tokens = self._most
+        self._others_requests = max(0, report.running + report.waiting - requests)
+        self._others_queued_tokens = max(0, report.queued_tokens - queued_tokens)
+        self._others_kv_tokens = max(0.0, used_part * self.pool_tokens - kv_tokens)
+        self._most = (self.own_requests, self.own_queued_tokens, self.own_kv_tokens)
 
     @property
     def requests(self) -> int:

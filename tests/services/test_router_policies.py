@@ -18,8 +18,9 @@ from router.policies.round_robin import RoundRobin
 class Sim:
     def __init__(self, worker_id: str, report: pb.Load | None = None, own_requests: int = 0) -> None:
         self.worker_id = worker_id
-        self.load = WorkerLoad(pool_tokens=1000, own_requests=own_requests)
+        self.load = WorkerLoad(pool_tokens=1000)
         self.load.report(report or pb.Load())
+        self.load.add(own_requests, 0, 0)
 
     def take(self, tokens: int) -> None:
         self.load.add(1, tokens, tokens)
