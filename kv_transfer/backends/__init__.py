@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 
 from kv_transfer.backends.base import Backend
 
 BACKENDS = {
     "shm": "kv_transfer.backends.shm:ShmBackend",
+    "ucx": "kv_transfer.backends.ucx:UcxBackend",
     "tcp": "kv_transfer.backends.tcp:TcpBackend",
 }
 """Best first."""
@@ -29,8 +31,16 @@ def load(name: str) -> Backend:
 def load_all(transfer: str) -> dict[str, Backend]:
     """What ``--transfer`` names, best first: one backend, or with "auto" all that this machine gains from.
 
+    Between hosts without RDMA devices, ucx moves its bytes over TCP too, and costs a second to load: tcp does for them.
+
     Raises:
         ValueError: no such backend; names those that there are.
     """
-    names = ["shm", "tcp"] if transfer == AUTO else [transfer]
+    names = [transfer]
+    if transfer == AUTO:
+        names = [name for name in BACKENDS if name != "ucx" or has_rdma()]
     return {name: load(name) for name in names}
+
+
+def has_rdma() -> bool:
+    return any(Path("/sys/class/infiniband").glob("*"))

@@ -12,13 +12,15 @@ import pytest
 
 from kv_transfer.backends.base import Arrived, ChannelLost
 from kv_transfer.backends.handshake import GREETING, MAGIC, WELCOME
-from kv_transfer.backends.tcp import PREFIX, TcpBackend, TcpReceiver, TcpSettings
+from kv_transfer.backends.network_receiver import NetworkReceiver
+from kv_transfer.backends.socket_channel import PREFIX, SocketSettings
+from kv_transfer.backends.tcp import TcpBackend
 from kv_transfer.layout import WIRE_VERSION, make_layout
 from kv_transfer.segment import digest, seal
 from kv_transfer.staging import StagingArena
 from pdserve.v1 import kv_pb2
 
-SETTINGS = TcpSettings(
+SETTINGS = SocketSettings(
     connect_timeout_s=0.5, handshake_timeout_s=0.3, stall_timeout_s=0.3, segment_timeout_s=1.0, max_connections=4
 )
 SLOT_BYTES = 64 * 1024
@@ -43,7 +45,7 @@ class Receiving:
     def __init__(self, slots: int = 2) -> None:
         self.arena = StagingArena(slots, SLOT_BYTES)
         self.woken = threading.Event()
-        self.receiver: TcpReceiver = TcpBackend(SETTINGS).receiver(ME, LAYOUT, self.arena, self.woken.set)
+        self.receiver: NetworkReceiver = TcpBackend(SETTINGS).receiver(ME, LAYOUT, self.arena, self.woken.set)
         self.endpoint = self.receiver.listen("127.0.0.1", "127.0.0.1")
         self.port = int(self.endpoint.rpartition(":")[2])
         self.came: list[Arrived | ChannelLost] = []

@@ -1,0 +1,116 @@
+"""The receiver's side of the network backends: headers come over a TCP connection, payloads as the backend says.
+
+    [kv-receive]  prefix, header --> a staging slot --> the backend's reader fills it --> arrivals
+
+Lengths are checked before memory is taken for them. Used by tcp (the payload follows on the same connection) and ucx.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from kv_transfer.backends.base import Arrived, Wakeup
+from kv_transfer.backends.socket_channel import PREFIX, SocketSettings
+from kv_transfer.backends.socket_server import SocketServer
+from kv_transfer.backends.sockets import ConnectionLost, join_endpoint, receive
+from kv_transfer.segment import MAX_HEADER_BYTES, MalformedSegment, parse_header
+from kv_transfer.staging import StagingArena
+from pdserve.v1 import kv_pb2
+
+
+class StillWritten(ConnectionLost):
+    """Something may still write into the slot: it is never used again."""
+
+
+FillView = Callable[[memoryview, float], None]
+"""Fill the view before the deadline (time.monotonic), or raise ConnectionLost: then nothing writes to it any more, unless
+it is StillWritten."""
+
+OpenPayloads = Callable[[socket.socket], AbstractContextManager[FillView]]
+"""For one welcome connection."""
+
+
+class NetworkReceiver:
+    """Takes connections whose hello fits, and puts what they bring into staging."""
+
+    def __init__(
+        self,
+        me: kv_pb2.WorkerIdentity,
+        layout: kv_pb2.KVLayout,
+        arena: StagingArena,
+        wakeup: Wakeup,
+        settings: SocketSettings,
+        open_payloads: OpenPayloads,
+    ) -> None:
+        self._arena = arena
+        self._settings = settings
+        self._open_payloads = open_payloads
+        self._server = SocketServer(
+            me,
+            layout,
+            arena,
+            wakeup,
+            self._receive,
+            max_connections=settings.max_connections,
+            handshake_timeout_s=settings.handshake_timeout_s,
+            stall_timeout_s=settings.stall_timeout_s,
+        )
+        self.poll = self._server.poll
+        self.drop_sender = self._server.drop_sender
+        self.close = self._server.close
+
+    def listen(self, host: str, advertised_host: str) -> str:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family, backlog=128)
+        port = listener.getsockname()[1]
+        self._server.start(listener)
+        return join_endpoint(advertised_host, port)
+
+    def can_reach(self, host_probe: str) -> bool:
+        """The sender connects to us; whether it can, only it will know."""
+        return True
+
+    def _receive(self, connected: socket.socket, sender: kv_pb2.WorkerIdentity) -> None:
+        with self._open_payloads(connected) as fill:
+            while not self._server.closing:
+                self._receive_segment(connected, sender, fill)
+
+    def _receive_segment(self, connected: socket.socket, sender: kv_pb2.WorkerIdentity, fill: FillView) -> None:
+        prefix = self._await_prefix(connected)
+        deadline_s = time.monotonic() + self._settings.segment_timeout_s
+        header_length, payload_length, digest = PREFIX.unpack(prefix)
+        if header_length > MAX_HEADER_BYTES or payload_length > self._arena.slot_bytes:
+            raise MalformedSegment(
+                f"a segment of {header_length} + {payload_length} bytes; "
+                f"at most {MAX_HEADER_BYTES} + {self._arena.slot_bytes} are taken"
+            )
+        header_bytes = receive(connected, header_length, deadline_s)
+        header = parse_header(header_bytes)
+        if header.payload_bytes != payload_length:
+            raise MalformedSegment(f"header says {header.payload_bytes} payload bytes, the wire {payload_length}")
+        slot = self._server.take_slot()
+        try:
+            fill(slot.view[:payload_length], deadline_s)
+        except StillWritten:
+            raise
+        except BaseException:
+            self._arena.give_back(slot)
+            raise
+        self._server.arrived(Arrived(sender, header_bytes, header, digest, slot))
+        self._server.wakeup()
+
+    def _await_prefix(self, connected: socket.socket) -> bytes:
+        """Between segments a sender may be silent for as long as its control stream lives."""
+        while True:
+            try:
+                first = connected.recv(1)
+            except BlockingIOError:
+                if self._server.closing:
+                    raise ConnectionLost("closed") from None
+                continue
+            if not first:
+                raise ConnectionLost("closed by the sender")
+            return first + receive(connected, PREFIX.size - 1, time.monotonic() + self._settings.segment_timeout_s)

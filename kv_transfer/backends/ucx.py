@@ -1,0 +1,272 @@
+"""Segments through UCX (the ``ucxx`` package): payloads as tagged messages, over shared memory, TCP or RDMA.
+
+    sender's thread: prefix, header == TCP connection ====================> receiver's thread: takes a slot,
+                     payload        == UCX message, tag = its number ====>  receives into it
+
+Each channel has a UCP worker of its own, driven by the channel's thread and by no other: no progress thread, no event
+loop, no lock. While messages are on their way the thread drives them: quickly at first, then with ever longer naps;
+with nothing on its way it sleeps in the kernel on the TCP connection. That connection also does what UCX does badly
+from here: it is bound to the right host, greets, and shows at once that the peer is gone. Stopped peers are the
+deadlines' business.
+
+A slot stays taken while a receive into it is pending: one that cannot be cancelled is never given back.
+
+UCX is configured by the environment before it is loaded (``SETTINGS``; what is set already stays). Its defaults with
+error handling would avoid shared memory, and without error handling a dead peer aborts the process. The wheel's UCX
+knows no RDMA; RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true takes the system's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kv_transfer.backends import has_rdma
+from kv_transfer.backends.base import OnDone, OnLost, Wakeup
+from kv_transfer.backends.network_receiver import FillView, NetworkReceiver, StillWritten
+from kv_transfer.backends.socket_channel import PREFIX, SocketChannel, SocketSettings
+from kv_transfer.backends.sockets import ConnectionLost, receive, send_pieces
+from kv_transfer.segment import SealedSegment
+from kv_transfer.staging import StagingArena
+from pdserve.v1 import kv_pb2
+
+SETTINGS = {
+    "UCX_MM_ERROR_HANDLING": "y",
+    "UCX_KEEPALIVE_INTERVAL": "1s",
+    "UCX_LOG_FILE": "stderr",
+    "UCX_HANDLE_ERRORS": "none",
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+}
+WITHOUT_RDMA = {"UCX_TLS": "posix,tcp,self"}
+ADDRESS = struct.Struct("!I")
+MAX_ADDRESS_BYTES = 65536
+WINDOW = 4
+"""Messages on their way on one channel."""
+QUICK_TURNS = 200
+"""Without progress; then naps begin."""
+NAP_S = 50e-6
+LONG_NAP_S = 1e-3
+LONG_NAPS_AFTER_S = 0.02
+CANCEL_S = 1.0
+
+
+def load_ucx() -> Any:
+    """The bindings of UCX, with our settings. Call it in engine processes only.
+
+    Raises:
+        ValueError: not installed.
+    """
+    for name, value in (SETTINGS if has_rdma() else SETTINGS | WITHOUT_RDMA).items():
+        os.environ.setdefault(name, value)
+    try:
+        from ucxx._lib import libucxx
+    except ImportError as error:
+        raise ValueError(
+            f"transfer backend ucx cannot be loaded ({error}): install 'pdserve[ucx]', or use another --transfer"
+        ) from error
+    return libucxx
+
+
+class UcxBackend:
+    """Registered as ``ucx``. One UCP context for all channels."""
+
+    def __init__(self, settings: SocketSettings | None = None) -> None:
+        self._settings = settings or SocketSettings()
+        self._ucx = load_ucx()
+        features = (self._ucx.Feature.TAG, self._ucx.Feature.WAKEUP)
+        self._context = self._ucx.UCXContext(feature_flags=features)
+
+    def sender(self, arena: StagingArena) -> UcxSender:
+        return UcxSender(self._settings, self._worker)
+
+    def receiver(
+        self, me: kv_pb2.WorkerIdentity, layout: kv_pb2.KVLayout, arena: StagingArena, wakeup: Wakeup
+    ) -> NetworkReceiver:
+        return NetworkReceiver(me, layout, arena, wakeup, self._settings, self._payloads)
+
+    def _worker(self, connected: socket.socket) -> UcxWorker:
+        return UcxWorker(self._ucx, self._context, connected, self._settings.stall_timeout_s)
+
+    @contextlib.contextmanager
+    def _payloads(self, connected: socket.socket) -> Iterator[FillView]:
+        """The receiver's part of a channel."""
+        with contextlib.closing(self._worker(connected)) as worker:
+            address = worker.address()
+            deadline_s = time.monotonic() + self._settings.handshake_timeout_s
+            send_pieces(connected, [ADDRESS.pack(len(address)), address], deadline_s)
+            yield worker.receive
+
+
+@dataclass(slots=True, eq=False)
+class OnItsWay:
+    request: Any
+    on_done: OnDone
+
+
+class UcxWorker:
+    """A UCP worker, used by one thread."""
+
+    def __init__(self, ucx: Any, context: Any, connected: socket.socket, stall_timeout_s: float) -> None:
+        from ucxx._lib.arr import Array
+
+        self._ucx = ucx
+        self._array = Array
+        self._worker = ucx.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
+        self._worker.init_blocking_progress_mode()
+        self._endpoint: Any = None
+        self._stall_timeout_s = stall_timeout_s
+        self._count = 0
+        self._hang_up = select.poll()
+        self._hang_up.register(connected, select.POLLRDHUP)
+
+    def address(self) -> bytes:
+        return bytes(self._worker.address.tobytes())
+
+    def connect(self, address: bytes) -> None:
+        ucx = self._ucx
+        remote = ucx.UCXAddress.create_from_buffer(address)
+        with self._errors():
+            self._endpoint = ucx.UCXEndpoint.create_from_worker_address(self._worker, remote, True)
+
+    def send(self, view: memoryview) -> Any:
+        """Begin to send; the request."""
+        self._count += 1
+        with self._errors():
+            return self._endpoint.tag_send(self._array(view), self._ucx.UCXXTag(self._count))
+
+    def receive(self, view: memoryview, deadline_s: float) -> None:
+        """Fill the view. Raises ConnectionLost when it cannot be filled, and then nothing writes to it any more."""
+        self._count += 1
+        with self._errors():
+            request = self._worker.tag_recv(self._array(view), self._ucx.UCXXTag(self._count))
+        try:
+            self.wait(request, min(deadline_s, time.monotonic() + self._stall_timeout_s))
+        except ConnectionLost:
+            self._cancel(request)
+            raise
+
+    def wait(self, request: Any, deadline_s: float) -> None:
+        """Drive all messages of this worker until this one is over."""
+        turns, naps_since_s = 0, 0.0
+        while not request.completed:
+            if self._worker.progress_once():
+                turns = 0
+                continue
+            turns += 1
+            if turns <= QUICK_TURNS:
+                continue
+            now_s = time.monotonic()
+            if turns == QUICK_TURNS + 1:
+                naps_since_s = now_s
+            if now_s > deadline_s:
+                raise ConnectionLost("stalled: a message did not arrive in time")
+            nap_s = NAP_S if now_s - naps_since_s < LONG_NAPS_AFTER_S else LONG_NAP_S
+            if self._hang_up.poll(0):
+                raise ConnectionLost("closed by the other end")
+            time.sleep(nap_s)
+        with self._errors():
+            request.check_error()
+
+    def close(self) -> None:
+        if self._endpoint is not None:
+            with contextlib.suppress(ConnectionLost), self._errors():
+                self._endpoint.close_blocking(int(CANCEL_S * 1e9), 1)
+            self._endpoint = None
+        self._worker.cancel_inflight_requests(int(CANCEL_S * 1e9), 1)
+        self._worker = None
+
+    def _cancel(self, request: Any) -> None:
+        deadline_s = time.monotonic() + CANCEL_S
+        self._worker.cancel_inflight_requests(int(CANCEL_S * 1e9), 1)
+        while not request.completed:
+            self._worker.progress()
+            if time.monotonic() > deadline_s:
+                raise StillWritten("a receive that failed cannot be cancelled")
+            time.sleep(LONG_NAP_S)
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except self._ucx.UCXError as error:
+            raise ConnectionLost(f"UCX: {error}") from error
+
+
+# ---- sender
+
+
+class UcxSender:
+    host_probe = ""
+
+    def __init__(self, settings: SocketSettings, make_worker: Callable[[socket.socket], UcxWorker]) -> None:
+        self._settings = settings
+        self._make_worker = make_worker
+
+    def connect(self, endpoint: str, hello: kv_pb2.DataHello, on_lost: OnLost) -> UcxChannel:
+        return UcxChannel(endpoint, hello, on_lost, self._settings, self._make_worker)
+
+    def close(self) -> None:
+        """Nothing beside the channels."""
+
+
+class UcxChannel(SocketChannel):
+    """A few messages are on their way at once; they end in order."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        hello: kv_pb2.DataHello,
+        on_lost: OnLost,
+        settings: SocketSettings,
+        make_worker: Callable[[socket.socket], UcxWorker],
+    ) -> None:
+        self._make_worker = make_worker
+        super().__init__(endpoint, hello, on_lost, settings)
+
+    def _carry(self, connected: socket.socket) -> None:
+        deadline_s = time.monotonic() + self._settings.handshake_timeout_s
+        (length,) = ADDRESS.unpack(receive(connected, ADDRESS.size, deadline_s))
+        if length > MAX_ADDRESS_BYTES:
+            raise ConnectionLost(f"a UCX address of {length} bytes")
+        address = receive(connected, length, deadline_s)
+        on_their_way: deque[OnItsWay] = deque()
+        try:
+            with contextlib.closing(self._make_worker(connected)) as worker:
+                worker.connect(address)
+                while not self._closing:
+                    self._turn(connected, worker, on_their_way)
+        except (OSError, ConnectionLost) as error:
+            for item in on_their_way:  # the worker is closed: nothing reads their memory any more
+                item.on_done(self._why_lost(error))
+            raise
+        for item in on_their_way:
+            item.on_done("closed")
+
+    def _turn(self, connected: socket.socket, worker: UcxWorker, on_their_way: deque[OnItsWay]) -> None:
+        while len(on_their_way) < WINDOW and (item := self._next()) is not None:
+            on_their_way.append(self._begin(connected, worker, *item))
+        if not on_their_way:
+            self._idle(connected)
+            return
+        first = on_their_way[0]
+        worker.wait(first.request, time.monotonic() + self._settings.stall_timeout_s)
+        on_their_way.popleft()
+        first.on_done(None)
+
+    def _begin(self, connected: socket.socket, worker: UcxWorker, segment: SealedSegment, on_done: OnDone) -> OnItsWay:
+        prefix = PREFIX.pack(len(segment.header), len(segment.payload), segment.digest)
+        try:
+            send_pieces(connected, [prefix, segment.header], time.monotonic() + self._settings.stall_timeout_s)
+            request = worker.send(segment.payload)
+        except (OSError, ConnectionLost) as error:
+            on_done(self._why_lost(error))
+            raise
+        return OnItsWay(request, on_done)
