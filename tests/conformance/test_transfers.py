@@ -83,7 +83,8 @@ def test_memory_is_flat(pair: Pair) -> None:
     for side, was in zip((pair.p, pair.d), before, strict=True):
         now = pair.stats(side)
         assert now["resident_bytes"] <= was["resident_bytes"] + (8 << 20)
-        assert (now["fds"], now["threads"]) == (was["fds"], was["threads"])
+        assert now["fds"] <= was["fds"]
+        assert now["threads"] <= was["threads"]
     pair.assert_at_rest()
 
 
