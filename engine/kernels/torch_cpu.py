@@ -82,31 +82,77 @@ class TorchKernels:
         max_q_len: int,
         window: int | None = None,
     ) -> torch.Tensor:
-        num_heads, head_dim = q.shape[1:]
-        num_kv_heads, block_size = kv_layer.shape[2:4]
-        group = num_heads // num_kv_heads
+        q_lens = cu_seqlens_q.diff()
+        if max_q_len == 1:
+            return _decode(q, kv_layer, block_table, seq_lens, scale, window)
         out = q.new_empty(q.shape)
-        bounds = cu_seqlens_q.tolist()
-        for row, seq_len in enumerate(seq_lens.tolist()):
-            blocks = block_table[row, : -(-seq_len // block_size)]
-            # [blocks, 2, K, S, D] -> [2, K, tokens, D]
-            keys, values = kv_layer.index_select(0, blocks).permute(1, 2, 0, 3, 4).flatten(2, 3)
-            for start in range(bounds[row], bounds[row + 1], _QUERY_CHUNK):
-                end = min(start + _QUERY_CHUNK, bounds[row + 1])
-                past = seq_len - (bounds[row + 1] - start)  # tokens before the first query of the chunk
-                total = past + (end - start)  # tokens that the last query sees
-                first = 0 if window is None else max(0, past - window + 1)
-                # [queries, H, D] -> [K, group * queries, D]
-                folded = q[start:end].view(-1, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
-                # In float32: rounded to bfloat16, a score of 100 would be off by up to 1/4.
-                scores = torch.matmul(folded.float(), keys[:, first:total].float().transpose(1, 2)).mul_(scale)
-                scores = scores.view(num_kv_heads, group, end - start, total - first)
-                if end - start > 1 or window is not None:
-                    scores.masked_fill_(_hidden(past, total, first, window), float("-inf"))
-                probabilities = scores.softmax(-1).to(q.dtype).flatten(1, 2)
-                mixed = torch.matmul(probabilities, values[:, first:total])
-                out[start:end] = mixed.view(num_kv_heads, group, -1, head_dim).permute(2, 0, 1, 3).flatten(1, 2)
+        decodes = (q_lens == 1).nonzero().flatten()
+        if len(decodes):
+            rows = cu_seqlens_q[decodes]
+            out[rows] = _decode(q[rows], kv_layer, block_table[decodes], seq_lens[decodes], scale, window)
+        bounds, lens = cu_seqlens_q.tolist(), seq_lens.tolist()
+        for row in (q_lens > 1).nonzero().flatten().tolist():
+            share = slice(bounds[row], bounds[row + 1])
+            _prefill(q[share], kv_layer, block_table[row], lens[row], scale, window, out[share])
         return out
+
+
+def _decode(
+    q: torch.Tensor,  # [B, H, D]
+    kv_layer: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """All requests in one product each for scores and values, padded to the longest."""
+    num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
+    requests, max_blocks = block_table.shape
+    blocks = kv_layer.index_select(0, block_table.flatten()).view(
+        requests, max_blocks, 2, num_kv_heads, block_size, head_dim
+    )
+    # [B, M, 2, K, S, D] -> [2, B, K, tokens, D]
+    keys, values = blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).float()
+    key_at = torch.arange(max_blocks * block_size)
+    hidden = key_at >= seq_lens.unsqueeze(1)
+    if window is not None:
+        hidden |= key_at < seq_lens.unsqueeze(1) - window
+    scores = torch.matmul(q.reshape(requests, num_kv_heads, -1, head_dim).float(), keys.transpose(2, 3)).mul_(scale)
+    weights = scores.masked_fill_(hidden[:, None, None], float("-inf")).softmax(-1)
+    # What lies in slots of nobody may be anything; times a weight of zero it must be nothing.
+    values.masked_fill_(hidden[:, None, :, None], 0.0)
+    return torch.matmul(weights, values).view(q.shape).to(q.dtype)
+
+
+def _prefill(
+    q: torch.Tensor,  # [T, H, D]
+    kv_layer: torch.Tensor,
+    block_table: torch.Tensor,  # [M]
+    seq_len: int,
+    scale: float,
+    window: int | None,
+    out: torch.Tensor,  # [T, H, D]
+) -> None:
+    """One request, a chunk of queries after the other."""
+    num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
+    group = q.shape[1] // num_kv_heads
+    # [blocks, 2, K, S, D] -> [2, K, tokens, D]
+    blocks = kv_layer.index_select(0, block_table[: -(-seq_len // block_size)])
+    keys, values = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    for start in range(0, len(q), _QUERY_CHUNK):
+        end = min(start + _QUERY_CHUNK, len(q))
+        past = seq_len - len(q) + start  # tokens before the first query of the chunk
+        total = past + (end - start)  # tokens that the last query sees
+        first = 0 if window is None else max(0, past - window + 1)
+        # [queries, H, D] -> [K, group * queries, D]
+        folded = q[start:end].reshape(-1, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
+        # In float32: rounded to bfloat16, a score of 100 would be off by up to 1/4.
+        scores = torch.matmul(folded.float(), keys[:, first:total].float().transpose(1, 2)).mul_(scale)
+        scores = scores.view(num_kv_heads, group, end - start, total - first)
+        scores.masked_fill_(_hidden(past, total, first, window), float("-inf"))
+        weights = scores.softmax(-1).to(q.dtype).flatten(1, 2)
+        mixed = torch.matmul(weights, values[:, first:total])
+        out[start:end] = mixed.view(num_kv_heads, group, -1, head_dim).permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _hidden(past: int, total: int, first: int, window: int | None) -> torch.Tensor:
