@@ -20,6 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import structlog
+
 from kv_transfer.backends.base import Channel, SegmentSender
 from kv_transfer.layout import KVRange, cell_bytes, mismatch, split
 from kv_transfer.lease import Clock, Lease
@@ -28,6 +30,8 @@ from kv_transfer.segment import seal
 from kv_transfer.staging import StagingArena, StagingSlot
 from kv_transfer.transfer import TransferCounters, TransferKey, TransferState, check_edge
 from pdserve.v1 import kv_pb2
+
+log = structlog.get_logger()
 
 
 class SenderPort(Protocol):
@@ -289,6 +293,7 @@ class Sender:
             )
             channel = backend.connect(ticket.endpoint, hello, lambda reason: self._tell_lost(name, reason))
             link = self._links[name] = Link(name, transfer.peer, channel)
+            log.info("kv_channel", lane=ticket.backend, endpoint=ticket.endpoint, peer=transfer.peer)
         return link
 
     def _tell_lost(self, name: str, reason: str) -> None:

@@ -46,6 +46,7 @@ def up(
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + output.  [default: the model's]")] = None,
     kv_cache_bytes: Annotated[int, typer.Option(help="KV pool of each worker.")] = 1 << 30,
     num_threads: Annotated[int | None, typer.Option(help="Threads of each engine.  [default: they share]")] = None,
+    transfer: Annotated[str | None, typer.Option(help="KV transfer: shm, tcp or ucx.  [default: the best]")] = None,
     start_timeout_s: Annotated[float, typer.Option(help="Give up a start that takes longer.")] = 300.0,
     chat: Annotated[bool, typer.Option(help="One chat when everything is ready.")] = True,
     prompt: Annotated[str, typer.Option(help="Of that chat.")] = "In one sentence, what is a lighthouse?",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 from kv_transfer.backends.base import Backend
@@ -38,7 +39,7 @@ def load_all(transfer: str) -> dict[str, Backend]:
     """
     names = [transfer]
     if transfer == AUTO:
-        names = [name for name in BACKENDS if name != "ucx" or has_rdma()]
+        names = [name for name in BACKENDS if name != "ucx" or (has_rdma() and find_spec("ucxx"))]
     return {name: load(name) for name in names}
 
 

@@ -26,8 +26,8 @@ class StillWritten(ConnectionLost):
 
 
 FillView = Callable[[memoryview, float], None]
-"""Fill the view before the deadline (time.monotonic), or raise ConnectionLost: then nothing writes to it any more, unless
-it is StillWritten."""
+"""Fill the view before the deadline (time.monotonic), or raise ConnectionLost: then nothing writes to it any more,
+unless it is StillWritten."""
 
 OpenPayloads = Callable[[socket.socket], AbstractContextManager[FillView]]
 """For one welcome connection."""

@@ -117,6 +117,7 @@ def _worker_flags(settings: UpSettings) -> list[str]:
         *("--dtype", settings.dtype, "--kv-cache-bytes", str(settings.kv_cache_bytes)),
         *_optional("--max-model-len", settings.max_model_len),
         *_optional("--num-threads", settings.num_threads),
+        *_optional("--transfer", settings.transfer),
     ]
 
 

@@ -37,6 +37,8 @@ class UpSettings:
     kv_cache_bytes: int = 1 << 30
     """Of each worker."""
     num_threads: int | None = None
+    transfer: str | None = None
+    """How KV moves between the workers."""
     start_timeout_s: float = 300.0
     chat: bool = True
     """One chat when everything is ready."""
