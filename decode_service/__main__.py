@@ -32,6 +32,7 @@ def main(
     num_threads: config.NumThreads = None,
     enable_prefix_caching: config.PrefixCaching = True,
     transfer: config.Transfer = "auto",
+    otlp_endpoint: config.OtlpEndpoint = "",
 ) -> None:
     """A decode worker: takes KV from prefill workers and streams tokens; or an aggregated one."""
     try:
@@ -45,6 +46,7 @@ def main(
             redis_url=redis,
             advertised_host=advertised_host,
             transfer=transfer,
+            otlp_endpoint=otlp_endpoint,
             engine_module="decode_service.engine_main",
             engine_options=config.engine_options(
                 dtype=dtype,

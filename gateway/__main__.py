@@ -80,6 +80,12 @@ def main(
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + output, in tokens.")] = None,
     default_timeout_s: Annotated[float, typer.Option(help="Deadline of requests that bring none.")] = 600.0,
     max_requests: Annotated[int, typer.Option(help="Requests at a time; more are answered 429.")] = 4096,
+    otlp_endpoint: Annotated[
+        str, typer.Option(envvar="OTEL_EXPORTER_OTLP_ENDPOINT", help="Collector of traces (gRPC); empty: no traces.")
+    ] = "",
+    trace_sample_ratio: Annotated[
+        float, typer.Option(envvar="OTEL_TRACES_SAMPLER_ARG", help="Share of requests that are traced, 0 to 1.")
+    ] = 1.0,
 ) -> None:
     """Serve the OpenAI API for one model."""
     logs.set_up("gateway")
@@ -94,6 +100,8 @@ def main(
             max_model_len=max_model_len,
             default_timeout_s=default_timeout_s,
             max_requests=max_requests,
+            otlp_endpoint=otlp_endpoint,
+            trace_sample_ratio=trace_sample_ratio,
         )
         served = load_model(resolve_model(config.model), config.served_model_name, config.max_model_len)
         with listening(config.host, config.port) as listener:

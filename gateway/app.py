@@ -8,6 +8,7 @@ POST /tokenize /detokenize tokenize.py      GET /debug/requests/{x-request-id}  
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -31,6 +32,7 @@ from gateway.serving import Gateway
 from gateway.text import TextWorker
 from gateway.tokenize import detokenize, tokenize
 from telemetry.metrics import GatewayMetrics
+from telemetry.tracing import start_tracer
 
 WORKING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"})
 
@@ -47,6 +49,7 @@ def create_app(config: GatewayConfig, model: ServedModel) -> FastAPI:
         metrics=metrics,
         recent=RecentRequests(config.recent_requests),
         admission=Admission(config.max_requests, metrics.open_requests.set),
+        tracer=start_tracer("gateway", f"{config.host}:{config.port}", config.otlp_endpoint, config.trace_sample_ratio),
     )
 
     @asynccontextmanager
@@ -57,6 +60,7 @@ def create_app(config: GatewayConfig, model: ServedModel) -> FastAPI:
         finally:
             await gateway.routers.close()
             gateway.text.close()
+            await asyncio.to_thread(gateway.tracer.close)
 
     app = FastAPI(title="pdserve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.gateway = gateway  # for the gRPC front, which serves the same

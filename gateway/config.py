@@ -42,6 +42,10 @@ class GatewayConfig:
     recent_requests: int = 1024
     """Finished requests kept for /debug/requests."""
     tokenizer_threads: int = 2
+    otlp_endpoint: str = ""
+    """Collector of traces; empty: no traces."""
+    trace_sample_ratio: float = 1.0
+    """Share of the requests without a trace context of the client's that are traced."""
 
     @property
     def bound_grpc_port(self) -> int:

@@ -48,6 +48,7 @@ class HttpExchange:
             id_prefix=id_prefix,
             request_id=request.state.request_id,
             timeout_s=request_timeout_s(request, config.default_timeout_s, config.max_timeout_s),
+            traceparent=request.headers.get("traceparent"),
         )
         self._gateway = gateway
         self._request = request

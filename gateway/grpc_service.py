@@ -142,6 +142,7 @@ class InferenceService(gateway_pb2_grpc.InferenceServicer):
     def _call(self, method: str, request_id: str, context: Context) -> Call:
         config = self._gateway.config
         left_s = context.time_remaining()
+        traceparent = next((value for key, value in context.invocation_metadata() or () if key == "traceparent"), None)
         timeout_s = config.default_timeout_s if left_s is None else max(left_s - DEADLINE_MARGIN_S, left_s / 2)
         return Call(
             self._gateway,
@@ -149,6 +150,7 @@ class InferenceService(gateway_pb2_grpc.InferenceServicer):
             id_prefix="gen",
             request_id=request_id,
             timeout_s=min(max(timeout_s, 0.001), config.max_timeout_s),
+            traceparent=traceparent if isinstance(traceparent, str) else None,
         )
 
     async def _answer(

@@ -52,6 +52,8 @@ class RequestRecord:
     output_tokens: int = 0
     num_choices: int = 0
     resumes: int = 0
+    traceparent: str = ""
+    """Of the request's span; empty: nobody traces it."""
 
     @property
     def ttft_s(self) -> float | None:
@@ -95,6 +97,7 @@ class RequestRecord:
             "output_tokens": self.output_tokens,
             "choices": self.num_choices,
             "resumes": self.resumes,
+            "trace_id": self.traceparent.split("-")[1] if self.traceparent else "",
             "transfer": None if self.transfer is None else _transfer_view(self.transfer),
             "router": "" if self.route is None else self.route.router,
             "attempts": [] if self.route is None else [_attempt_view(attempt) for attempt in self.route.attempts],

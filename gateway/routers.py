@@ -86,6 +86,8 @@ class Generation:
         on_abort: Callable[[str], None],
     ) -> None:
         self.resumes = 0
+        self.traceparent = ""
+        """The span that it is a part of."""
         self._request = request
         self._deadline_s = deadline_s  # on the event loop's clock
         self._timeout_s = timeout_s
@@ -143,6 +145,7 @@ class Generation:
         request.CopyFrom(self._request)
         if self.resumes:
             request.request_id = f"{request.request_id}+{self.resumes}"
+        request.traceparent = self.traceparent
         request.output_so_far.extend(self._output_so_far)
         request.timeout_s = max(self._deadline_s - asyncio.get_running_loop().time(), 0.001)
         return request

@@ -28,6 +28,7 @@ from gateway.sampling import choice_seed, prompt_seed
 from gateway.text import TextWorker
 from pdserve.v1 import inference_pb2 as pb
 from telemetry.metrics import GatewayMetrics
+from telemetry.tracing import OFF, Span, Tracer, valid_traceparent
 
 log = structlog.get_logger()
 
@@ -43,6 +44,7 @@ class Gateway:
     metrics: GatewayMetrics
     recent: RecentRequests
     admission: Admission
+    tracer: Tracer = OFF
 
     def check_model(self, name: str | None) -> None:
         """Raises GatewayError for a model that is not served here."""
@@ -110,13 +112,25 @@ OnDelta = Callable[[Choice, Delta], Awaitable[None]]
 class Call:
     """One request. Made by an endpoint, which makes the prompts, then the choices, and runs them."""
 
-    def __init__(self, gateway: Gateway, *, endpoint: str, id_prefix: str, request_id: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        *,
+        endpoint: str,
+        id_prefix: str,
+        request_id: str,
+        timeout_s: float,
+        traceparent: str | None = None,
+    ) -> None:
+        """``traceparent``: the client's W3C trace context, if it sent one."""
         self.gateway = gateway
         self.response_id = f"{id_prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self._timeout_s = timeout_s
         self._deadline_s = asyncio.get_running_loop().time() + timeout_s
         self._record = RequestRecord(request_id, endpoint, self.response_id)
+        self._traceparent = valid_traceparent(traceparent)
+        self._span: Span | None = None
 
     def choices(self, request: SamplingFields, prompts: Sequence[Prompt]) -> list[Choice]:
         """n choices for each prompt, in the API's order. The choices of one prompt share a group, so that they run on
@@ -137,6 +151,19 @@ class Call:
         record.prompt_tokens = sum(len(prompt.token_ids) for prompt in _prompts(choices))
         record.num_choices = len(choices)
         self.gateway.recent.add(record)
+        self._span = span = self.gateway.tracer.begin(
+            "request",
+            self._traceparent,
+            record.received_s,
+            request_id=record.request_id,
+            endpoint=record.endpoint,
+            model=self.gateway.model.name,
+            prompt_tokens=record.prompt_tokens,
+        )
+        span.child("tokenize", record.received_s, record.received_s + record.tokenize_s)
+        record.traceparent = span.traceparent
+        for choice in choices:
+            choice.generation.traceparent = span.traceparent
 
     async def run(self, choices: Sequence[Choice], on_delta: OnDelta) -> None:
         """All choices to their end, recorded however they end. Raises GatewayError; cancelled, it aborts them."""
@@ -258,6 +285,9 @@ class Call:
         metrics.prompt_tokens.labels(name).inc(record.prompt_tokens)
         metrics.generation_tokens.labels(name).inc(record.output_tokens)
         metrics.cached_tokens.labels(name).inc(record.cached_tokens)
+        if self._span is not None:
+            error = "" if outcome in ("stop", "length") else outcome
+            self._span.end(error, output_tokens=record.output_tokens, cached_tokens=record.cached_tokens)
         if outcome not in ("stop", "length"):
             log.info("request ended", request_id=record.request_id, outcome=outcome)
             return

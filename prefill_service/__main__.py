@@ -28,6 +28,7 @@ def main(
     num_threads: config.NumThreads = None,
     enable_prefix_caching: config.PrefixCaching = True,
     transfer: config.Transfer = "auto",
+    otlp_endpoint: config.OtlpEndpoint = "",
 ) -> None:
     """A prefill worker: runs prompts, streams their KV to decode workers."""
     try:
@@ -41,6 +42,7 @@ def main(
             redis_url=redis,
             advertised_host=advertised_host,
             transfer=transfer,
+            otlp_endpoint=otlp_endpoint,
             engine_module="prefill_service.engine_main",
             engine_options=config.engine_options(
                 dtype=dtype,

@@ -31,7 +31,7 @@ class Trail:
         decode_worker = placement.decode.worker_id
         if not self.route.attempts:
             self._span.child("choose", self._received_s, now_s)
-        attempt = self.route.attempts.add(
+        self.route.attempts.add(
             prefill_worker=prefill_worker, decode_worker=decode_worker, start_s=now_s - self._received_s
         )
         self._attempt_span = self._tracer.begin(

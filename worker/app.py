@@ -38,6 +38,7 @@ from registry.ownership import Ownership
 from telemetry import logs
 from telemetry.http import StatusServer
 from telemetry.metrics import EngineMetrics, WorkerMetrics
+from telemetry.tracing import start_tracer
 from worker.config import WorkerConfig
 from worker.engine_client import EngineLost
 from worker.engine_supervisor import EngineSupervisor
@@ -81,7 +82,12 @@ class WorkerApp:
         ownership = Ownership(config.redis_url)
         self._publisher = KVPublisher(ownership, config.worker_id, lambda: self._supervisor.send(SendKVSnapshot()))
         self._supervisor = EngineSupervisor(config.engine_module, self, silence_s=config.engine_silence_s)
-        self._service = WorkerService(self._to_engine, self._metrics)
+        try:
+            tracer = start_tracer(config.role, config.worker_id, config.otlp_endpoint)
+        except ValueError as error:
+            log.error("cannot_trace", reason=str(error))
+            return 1
+        self._service = WorkerService(self._to_engine, self._metrics, tracer, config.role)
         self._sessions = SessionServer(self._identity, self._service, load=self._service.load)
         self._sessions.draining = True  # until the engine is ready
         self._handoff_client = HandoffClient(self._to_engine)
@@ -123,6 +129,7 @@ class WorkerApp:
                     await self._sessions.close()
                     await server.stop(grace=0.5)
             await status.close()
+            await asyncio.to_thread(tracer.close)
             log.info("stopped")
 
     # ---- from the engine

@@ -32,6 +32,8 @@ class WorkerConfig:
     """Those fields of EngineConfig that were given."""
     transfer: str = "auto"
     """How KV moves between workers."""
+    otlp_endpoint: str = ""
+    """Collector of traces; empty: no traces."""
     engine_silence_s: float = 30.0
     """An engine that says nothing for so long is taken for dead. Longer than the longest step."""
 
@@ -70,6 +72,9 @@ MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Token budget of a
 NumThreads = Annotated[int | None, typer.Option(help="Compute threads.")]
 Transfer = Annotated[
     str, typer.Option(help="auto | shm (same host) | tcp | ucx: how KV moves; auto takes the best both workers have.")
+]
+OtlpEndpoint = Annotated[
+    str, typer.Option(envvar="OTEL_EXPORTER_OTLP_ENDPOINT", help="Collector of traces (gRPC); empty: no traces.")
 ]
 PrefixCaching = Annotated[
     bool, typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse KV of common prefixes.")

@@ -18,6 +18,8 @@ from engine.messages import AbortRequests, AddRequest, EngineStats, StepOutputs
 from pdserve.session_server import ServerSession
 from pdserve.v1 import inference_pb2 as pb
 from telemetry.metrics import WorkerMetrics
+from telemetry.tracing import OFF, Tracer
+from worker.spans import RequestSpans
 from worker.translate import InvalidRequest, failure_output, output_to_pb, to_add_request
 
 log = logging.getLogger(__name__)
@@ -29,16 +31,25 @@ class _OpenRequest:
     request_id: str
     """As the session knows it; the engine's id also names the peer, since ids are unique on a session only."""
     received_s: float
+    spans: RequestSpans
     has_emitted: bool = False
 
 
 class WorkerService:
     """The handler of the SessionServer."""
 
-    def __init__(self, to_engine: Callable[[AddRequest | AbortRequests], bool], metrics: WorkerMetrics) -> None:
+    def __init__(
+        self,
+        to_engine: Callable[[AddRequest | AbortRequests], bool],
+        metrics: WorkerMetrics,
+        tracer: Tracer = OFF,
+        role: str = "",
+    ) -> None:
         """``to_engine`` returns False when there is no engine that takes the message."""
         self._to_engine = to_engine
         self._metrics = metrics
+        self._tracer = tracer
+        self._role = role
         self._open: dict[str, _OpenRequest] = {}
         self._stats = EngineStats()
 
@@ -55,7 +66,8 @@ class WorkerService:
             text = "the engine of this worker is starting: use another one, or try again"
             self._refuse(session, request.request_id, pb.ERROR_CODE_WORKER_LOST, text, retryable=True)
             return
-        self._open[engine_id] = _OpenRequest(session, request.request_id, time.monotonic())
+        spans = RequestSpans(self._tracer, self._role, request)
+        self._open[engine_id] = _OpenRequest(session, request.request_id, time.monotonic(), spans)
         self._metrics.open_requests.set(len(self._open))
 
     def abort(self, session: ServerSession, request_id: str, reason: str) -> None:
@@ -84,6 +96,7 @@ class WorkerService:
                 if news.HasField("transfer"):
                     transfer = news.transfer
                     self._metrics.observe_transfer(transfer.lane, transfer.seconds, transfer.bytes)
+            request.spans.take(output, now_s)
             if output.finish_reason is not None:
                 del self._open[output.request_id]
                 self._count(news.finish)
@@ -98,6 +111,7 @@ class WorkerService:
         self._stats = EngineStats()
         for request in lost.values():
             text = f"the engine of this worker was lost: {reason}"
+            request.spans.end(text)
             self._refuse(request.session, request.request_id, pb.ERROR_CODE_WORKER_LOST, text, retryable=True)
         self._metrics.open_requests.set(0)
 
@@ -122,7 +136,7 @@ class WorkerService:
         prefix = f"{session.peer.worker_id}/{session.peer.incarnation}/"
         known = [prefix + request_id for request_id in request_ids if prefix + request_id in self._open]
         for engine_id in known:
-            del self._open[engine_id]
+            self._open.pop(engine_id).spans.end(f"aborted: {reason}")
             self._metrics.requests_finished.labels("abort").inc()
         if known and not self._to_engine(AbortRequests(known, reason)):
             log.warning("abort of %d requests did not reach the engine", len(known))
