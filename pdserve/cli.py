@@ -84,6 +84,17 @@ def chat(
 
 
 @app.command()
+def trace(
+    request_id: Annotated[str, typer.Argument(help="The x-request-id of the answer.")],
+    url: Annotated[str, typer.Option(help="Of the HTTP API.")] = "http://127.0.0.1:8000",
+) -> None:
+    """Draw where one recent request's time went, over all processes."""
+    from pdserve.trace import trace as run_trace
+
+    raise typer.Exit(run_trace(url, request_id))
+
+
+@app.command()
 def doctor(
     redis: Annotated[str | None, typer.Option(help="URL of a Redis to check.  [default: our own]")] = None,
     port: Annotated[int, typer.Option(help="Port to check for the HTTP API.")] = 8000,

@@ -66,7 +66,7 @@ class RequestTimes:
 def draw(times: RequestTimes) -> Table:
     """The drawing, for a rich console."""
     table = Table(box=None, padding=(0, 1), show_header=False, title_justify="left")
-    table.title = f"Time to the first token: {_ms(times.ttft_s)}"
+    table.title = f"Time to the first token: {ms(times.ttft_s)}"
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
@@ -75,7 +75,7 @@ def draw(times: RequestTimes) -> Table:
     for (name, label), colour in zip(PHASES.items(), _COLOURS, strict=True):
         duration_s = times.phases[name]
         cells = bar(begin_s, duration_s, times.ttft_s)
-        table.add_row(label, Text(cells, style=colour), _ms(duration_s), f"{_share(duration_s, times.ttft_s):.1%}")
+        table.add_row(label, Text(cells, style=colour), ms(duration_s), f"{_share(duration_s, times.ttft_s):.1%}")
         begin_s += max(duration_s, 0.0)
     table.caption = summary(times)
     table.caption_justify = "left"
@@ -104,5 +104,6 @@ def _share(part_s: float, whole_s: float) -> float:
     return part_s / whole_s if whole_s > 0 else 0.0
 
 
-def _ms(duration_s: float) -> str:
+def ms(duration_s: float) -> str:
+    """Milliseconds, to be read."""
     return f"{1000 * duration_s:.1f} ms"
