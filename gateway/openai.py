@@ -65,7 +65,7 @@ class SamplingFields(StrictModel):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     user: str | None = None
-    """Accepted, without effect."""
+    """Requests of one user belong together, for routers that go by it (``--policy session``)."""
     # Extensions that engines have in common.
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -80,6 +80,11 @@ class SamplingFields(StrictModel):
     """Requests share cached prefixes only with requests of the same salt."""
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
     """Smaller runs earlier."""
+
+    @property
+    def session(self) -> str:
+        """What the client says belongs together; may be empty."""
+        return self.user or ""
 
     @property
     def stop_strings(self) -> list[str]:
@@ -199,11 +204,16 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prompt_cache_key: str | None = None
+    """Goes before ``user`` as a name for what belongs together."""
     # Accepted, without effect on the answer.
     metadata: dict[str, str] | None = None
     parallel_tool_calls: bool | None = None
-    prompt_cache_key: str | None = None
     safety_identifier: str | None = None
+
+    @property
+    def session(self) -> str:
+        return self.prompt_cache_key or self.user or ""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

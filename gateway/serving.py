@@ -205,6 +205,7 @@ class Call:
             cache_salt=request.cache_salt or "",
             priority=request.priority,
             group=group,
+            session=request.session,
         )
         generation = Generation(
             template,

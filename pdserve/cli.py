@@ -39,7 +39,7 @@ def up(
     port: Annotated[int, typer.Option(help="Port of the HTTP API.")] = 8000,
     grpc_port: Annotated[int | None, typer.Option(help="Port of the SDK's gRPC API.  [default: --port + 1]")] = None,
     redis: Annotated[str | None, typer.Option(help="URL of a running Redis.  [default: start one]")] = None,
-    policy: Annotated[str | None, typer.Option(help="Routing policy: round_robin or least_loaded.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Routing policy of the router.  [default: prefix_aware]")] = None,
     local_prefill_tokens: Annotated[
         int | None, typer.Option(help="Prompts with fewer uncached tokens are prefilled where they decode; 0 = none.")
     ] = None,
