@@ -89,6 +89,21 @@ def test_killed(pair: Pair, who: str, state: str) -> None:
     pair.assert_at_rest()
 
 
+def test_a_receiver_that_is_replaced_knows_no_tickets_of_its_predecessor(pair: Pair) -> None:
+    """Another process under the same name and control stream: what P was promised before means nothing to it."""
+    job = held_job("promised", "ticket")
+    run_to(pair, job, "ticket")
+    pair.d.end()
+    pair.replace(pair.d, dataclasses.replace(pair.d.config, incarnation=2))
+    pair.p.command("go_on", job.name)
+    pair.run_until(lambda: bool(pair.p.of("failed", job.name)), "P learns it from the data channel or from the new D")
+    again = Job("promised", 300, attempt=2, receiver_incarnation=2)
+    pair.start(again)
+    pair.run_to_end(again)
+    pair.assert_published(again)
+    pair.assert_at_rest()
+
+
 @pytest.mark.parametrize("state", ["ticket", "streaming"])
 @pytest.mark.parametrize("who", ["p", "d"])
 def test_stopped_and_woken_after_the_lease(make_pair: MakePair, who: str, state: str) -> None:
