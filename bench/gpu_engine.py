@@ -12,6 +12,7 @@ larger of bytes / 4.27 TB/s and flops / 700 TFLOP/s.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import tempfile
 import time
@@ -181,27 +182,32 @@ class Bench:
             self.add(f"{requests} x (512 -> 128), {what}", "tok/s", [requests * 128 / elapsed_s], peer)
 
     def prefix(self, requests: int = 128) -> None:
-        for percent, peer in PREFIX.items():
+        """Each prompt's head is in the prefix cache: its own, or one that all have."""
+        for (percent, peer), heads in itertools.product(PREFIX.items(), (requests, 1)):
+            if not percent and heads == 1:
+                continue
             core = self.core()
-            cached = [self.prompt(2048 * percent // 100) for _ in range(requests)]
+            cached = [self.prompt(2048 * percent // 100) for _ in range(heads)]
             if percent:
                 self.run(core, cached, 1)
-            prompts = [head + self.prompt(2048 - len(head)) for head in cached]
+            prompts = [cached[i % heads] + self.prompt(2048 - len(cached[0])) for i in range(requests)]
             elapsed_s = self.run(core, prompts, 128)
             given = peer if self.model == "llama-3.1-8b" else None
-            self.add(f"{requests} x (2048 -> 128), {percent} % cached", "req/s", [requests / elapsed_s], given)
+            what = f"{percent} % cached" + (", one prefix" if heads == 1 else "")
+            self.add(f"{requests} x (2048 -> 128), {what}", "req/s", [requests / elapsed_s], given)
 
-    def trace(self, requests: int, context: int, steps: int = 40) -> None:
+    def trace_prefill(self, length: int = 8192) -> None:
+        core = self.core()
+        self.run(core, [self.prompt(length)], 1)
+        print(trace_gaps(lambda: self.run(core, [self.prompt(length) for _ in range(4)], 1)), flush=True)
+
+    def trace(self, requests: int, context: int, steps: int = 60) -> None:
         """How much of a steady decode's time the device waits."""
         core = self.core()
         prompts = [self.prompt(context) for _ in range(requests)]
         self.run(core, prompts, 2)
-
-        def work() -> None:
-            self.run(core, prompts, steps)
-
-        gaps = trace_gaps(work)
-        self.add(f"b={requests}: gaps between kernels of steps", "%", [gaps.percent])
+        gaps = trace_gaps(lambda: self.run(core, prompts, steps))
+        self.add(f"b={requests}: device waits for the host", "%", [gaps.percent])
         print(gaps, flush=True)
 
 
@@ -210,6 +216,8 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(SHAPES), required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--only", default="prefill,decode,burst,prefix,trace")
+    parser.add_argument("--trace-requests", type=int, default=1)
+    parser.add_argument("--requests", default="", help="only decode rows of these batch sizes, as 1,8")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=INT", help="fields of EngineConfig")
     args = parser.parse_args()
     options = {name: int(value) for name, value in (pair.split("=") for pair in args.set)}
@@ -219,14 +227,17 @@ def main() -> None:
     if "prefill" in chosen:
         bench.prefill(PREFILL[args.model])
     if "decode" in chosen:
-        bench.decode(DECODE[args.model])
+        rows = DECODE[args.model]
+        wanted = {int(requests) for requests in args.requests.split(",")} if args.requests else {row[0] for row in rows}
+        bench.decode({row: peer for row, peer in rows.items() if row[0] in wanted})
     if "burst" in chosen:
         bench.burst()
     if "prefix" in chosen:
         bench.prefix()
     if "trace" in chosen:
-        bench.trace(1, 1024)
-        bench.trace(128, 1024)
+        bench.trace(args.trace_requests, 1024)
+    if "trace-prefill" in chosen:
+        bench.trace_prefill()
     args.output.write_text(json.dumps([asdict(row) for row in bench.rows], indent=1))
     print("\n".join(str(row) for row in bench.rows))
 

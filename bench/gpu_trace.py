@@ -37,7 +37,7 @@ class Gaps:
         return "\n".join(lines)
 
 
-def trace_gaps(work: Callable[[], None], top: int = 14) -> Gaps:
+def trace_gaps(work: Callable[[], object], top: int = 14) -> Gaps:
     """Run ``work`` under the profiler; the middle 80 % of its device time counts, so that its start and end do not."""
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         work()

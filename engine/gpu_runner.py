@@ -83,7 +83,8 @@ class GpuRunner:
         """Load, measure, allocate, capture. ``weights``: where tensors come from instead of the model's files."""
         started_s = time.monotonic()
         self.config = config
-        self.device = torch.device(config.device)
+        asked = torch.device(config.device)
+        self.device = torch.device("cuda", torch.cuda.current_device() if asked.index is None else asked.index)
         torch.cuda.set_device(self.device)
         # Graphs are not captured on the default stream; all of the engine's work is on this one, in order.
         torch.cuda.set_stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
@@ -210,6 +211,7 @@ class GpuRunner:
     def _measure_blocks(self, max_rows: int) -> int:
         """Run the largest step over a cache of two blocks; what it leaves of the allowed memory is the pool's."""
         config, model = self.config, self.model_config
+        torch.cuda.reset_peak_memory_stats(self.device)
         forward = self._make_forward(self._make_cache(2))
         forward.run_blank(config.max_num_batched_tokens)
         self._model.logits(torch.zeros(max_rows, model.hidden_size, dtype=self.dtype, device=self.device))

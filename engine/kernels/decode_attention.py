@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.attention_core import FLOOR, LOG2E, MASKED, load_tile, softmax_step, token_offsets
+from engine.kernels.dependent_launch import await_inputs, pdl
 
 
 @triton.jit(do_not_specialize=["B", "W", "target_chunks", "min_chunk", "window"])
@@ -49,8 +50,10 @@ def _plan_kernel(
         begin = tl.load(kv_begin_ptr + b, mask=b < B, other=0)
     begin = tl.maximum(begin, (length - window) // ALIGN * ALIGN)
     span = tl.maximum(length - begin, 0)
-    per_chunk = tl.cdiv(tl.sum(span.to(tl.int64)), target_chunks).to(tl.int32)
-    chunk = tl.maximum(min_chunk, tl.cdiv(per_chunk, ALIGN) * ALIGN)
+    # Even chunks, their number rounded to the nearest: a short last one would start a second wave of programs.
+    per_chunk = tl.maximum(min_chunk, tl.cdiv(tl.sum(span.to(tl.int64)), target_chunks).to(tl.int32))
+    pieces = tl.maximum((2 * span + per_chunk) // (2 * per_chunk), 1)
+    chunk = tl.maximum(tl.cdiv(tl.cdiv(span, pieces), ALIGN), 1) * ALIGN
     count = tl.where(
         b < B, tl.maximum(tl.cdiv(span, chunk), 1), 0
     )  # one at least: an empty request's row is written too
@@ -64,10 +67,11 @@ def _plan_kernel(
     mine = b[None, :] == request[:, None]
     # Rows past B have count 0 and last == total, so a slot past the total counts all of them.
     idle = w >= tl.max(last, 0)
+    item_chunk = tl.sum(tl.where(mine, chunk[None, :], 0), 1)
     item_begin = (
-        tl.sum(tl.where(mine, begin[None, :], 0), 1) + (w - tl.sum(tl.where(mine, first[None, :], 0), 1)) * chunk
+        tl.sum(tl.where(mine, begin[None, :], 0), 1) + (w - tl.sum(tl.where(mine, first[None, :], 0), 1)) * item_chunk
     )
-    item_end = tl.minimum(item_begin + chunk, tl.sum(tl.where(mine, length[None, :], 0), 1))
+    item_end = tl.minimum(item_begin + item_chunk, tl.sum(tl.where(mine, length[None, :], 0), 1))
     tl.store(work_ptr + w * 4, tl.where(idle, -1, request), mask=w < W)
     tl.store(work_ptr + w * 4 + 1, item_begin, mask=w < W)
     tl.store(work_ptr + w * 4 + 2, item_end, mask=w < W)
@@ -109,8 +113,9 @@ def _decode_kernel(
     stride_qt, stride_qh, stride_n, stride_kv, stride_h, stride_s, stride_table, stride_ot, stride_oh,
     K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr,
-    WINDOW: tl.constexpr, PREFIX: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, PREFIX: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(PDL)
     head = tl.program_id(0)
     slot = tl.program_id(1)
     request = tl.load(work_ptr + slot * 4)
@@ -220,9 +225,8 @@ NO_WINDOW = 1 << 30
 class DecodePlan:
     """Workspace and work list of a step's decode attention; kept per largest batch, ``update``d each step."""
 
-    ALIGN = (
-        128  # tokens; chunk borders are multiples of it, hence of every BLOCK_N and of the scalar block-id path's needs
-    )
+    ALIGN = 32
+    """Tokens. Chunks begin at multiples of it, hence of BLOCK_N, as the scalar block-id path needs."""
 
     def __init__(
         self,
@@ -240,7 +244,8 @@ class DecodePlan:
         sm_count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
         # About 4 programs an SM (one wave) when few requests are cut; many requests make more by themselves.
         self.target_chunks = chunks or max(1, sm_count * 4 // num_kv_heads)
-        self.min_chunk = self.ALIGN
+        # Few query heads a KV head leave a program little to do but wait for its first tile.
+        self.min_chunk = 128 if num_heads // num_kv_heads > 2 else 64
         self.max_requests = max_requests
         slots = max_requests + self.target_chunks
         self.slots = slots
@@ -285,6 +290,8 @@ def paged_decode(
     num_stages: int | None = None,
 ) -> torch.Tensor:
     """q [B, H, D], the newest token of each request, over its paged KV -> out [B, H, D]; ``plan`` is this step's."""
+    if DecodePlan.ALIGN % block_n:
+        raise ValueError(f"block_n={block_n} does not divide {DecodePlan.ALIGN}, the multiple at which chunks begin")
     requests, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_layer.shape[2], kv_layer.shape[3]
     group = num_heads // num_kv_heads
@@ -305,6 +312,6 @@ def paged_decode(
         K=num_kv_heads, G=group, S=block_size, D=head_dim, BLOCK_D=block_d,
         BLOCK_M=max(16, triton.next_power_of_2(group)), BLOCK_N=block_n, BLOCK_G=triton.next_power_of_2(group),
         BLOCK_C=max(4, 64 // triton.next_power_of_2(group)),
-        WINDOW=window is not None, PREFIX=prefix is not None, STAGES=num_stages, num_warps=num_warps,
+        WINDOW=window is not None, PREFIX=prefix is not None, STAGES=num_stages, num_warps=num_warps, **pdl(q.device),
     )  # fmt: skip
     return out

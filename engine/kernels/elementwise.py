@@ -13,12 +13,15 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.dependent_launch import await_inputs, pdl
+
 
 @triton.jit
 def _add_rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, normed_ptr, sum_ptr, eps, stride_x, stride_r, hidden,
-    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     mask = d < hidden
@@ -44,13 +47,14 @@ def fused_add_rms_norm(
     block = triton.next_power_of_2(hidden)
     _add_rms_norm_kernel[(rows,)](
         x, other, weight, normed, total, eps, x.stride(0), other.stride(0), hidden,
-        HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+        HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=min(16, max(1, block // 512)), **pdl(x.device),
     )  # fmt: skip
     return normed, total
 
 
 @triton.jit
-def _silu_and_mul_kernel(gate_up_ptr, out_ptr, stride, width, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(gate_up_ptr, out_ptr, stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -66,7 +70,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(width))
     _silu_and_mul_kernel[(rows, triton.cdiv(width, block))](
-        gate_up, out, gate_up.stride(0), width, BLOCK=block, num_warps=max(1, block // 256)
+        gate_up, out, gate_up.stride(0), width, BLOCK=block, num_warps=max(1, block // 256), **pdl(gate_up.device)
     )
     return out
 
@@ -92,8 +96,9 @@ def _rope_kv_write_kernel(
     q_ptr, k_ptr, v_ptr, cos_sin_ptr, positions_ptr, slots_ptr, kv_ptr, out_ptr, q_weight_ptr, k_weight_ptr, eps,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_n, stride_kv, stride_h, stride_s,
     H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, HALF: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(PDL)
     Q_PROGRAMS: tl.constexpr = (H + BLOCK_Q - 1) // BLOCK_Q
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -156,6 +161,6 @@ def rope_kv_write(
         kv_layer.stride(0), kv_layer.stride(1), kv_layer.stride(2), kv_layer.stride(3),
         H=num_heads, K=num_kv_heads, S=kv_layer.shape[3], HALF=half, BLOCK_P=triton.next_power_of_2(half),
         BLOCK_Q=block_q, BLOCK_K=block_k, Q_NORM=q_norm_weight is not None, K_NORM=k_norm_weight is not None,
-        num_warps=4 if block_q * half >= 512 else 1,
+        num_warps=4 if block_q * half >= 512 else 1, **pdl(q.device),
     )  # fmt: skip
     return out

@@ -125,7 +125,7 @@ def _band(row_ptr, V, low, high, between, best, inverse_t, pool_ptr, pool_count_
         at = start + tl.arange(0, BLOCK)
         x = tl.load(row_ptr + at, mask=at < V, other=_NEGATIVE_INFINITY).to(tl.float32)
         over += tl.where(x >= high, tl.exp((x - best) * inverse_t), 0.0)
-        chosen = (x >= low) & (x < high)
+        chosen = (x >= low) & (x < high) & (at < V)  # low may be -inf, as padding is
         slot = tl.atomic_add(pool_count_ptr + tl.zeros([BLOCK], tl.int32), 1, mask=chosen, sem="relaxed")
         tl.store(pool_ptr + slot, x, mask=chosen & (slot < POOL))
     tl.debug_barrier()

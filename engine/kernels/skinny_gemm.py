@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.dependent_launch import await_inputs, pdl
+
 MAX_ROWS = 64
 
 
@@ -26,7 +28,7 @@ def _skinny_kernel(
     x_ptr, w_ptr, w_desc, bias_ptr, residual_ptr, y_ptr, partial_ptr, counter_ptr, M, N, stride_x, stride_w,
     stride_r, stride_y,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
-    TMA: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -35,8 +37,16 @@ def _skinny_kernel(
     m = tl.arange(0, BLOCK_M)
     kk = tl.arange(0, BLOCK_K)
     rows = tl.minimum(n, N - 1).to(tl.int64) * stride_w
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     first = split * PER_SPLIT
+    if PDL:
+        # Weights are nobody's output: fetch the first ones into the cache while the kernel before still runs.
+        ahead = tl.minimum(first + tl.arange(0, 16) * 64, K - 1)
+        lines = w_ptr + rows[:, None] + ahead[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
+        )
+    await_inputs(PDL)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for k in tl.range(first, first + PER_SPLIT, BLOCK_K, num_stages=STAGES):
         if TMA:  # noqa: SIM108
             w = w_desc.load([tile * BLOCK_N, k])
@@ -95,15 +105,20 @@ class SkinnyLinear:
     """A weight [N, K] with the workspace of its product. One stream at a time: all calls share the workspace."""
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, tiling: SkinnyTiling | None = None
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        tiling: SkinnyTiling | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> None:
+        """``out_dtype``: None, the input's."""
         n, k = weight.shape
         if weight.stride(1) != 1:
             raise ValueError("the weight's last dimension must be contiguous: call .contiguous() once at load")
         sm_count = (
             torch.cuda.get_device_properties(weight.device).multi_processor_count if weight.device.type == "cuda" else 4
         )
-        self.weight, self.bias = weight, bias
+        self.weight, self.bias, self.out_dtype = weight, bias, out_dtype
         self.tiling = tiling or choose_tiling(n, k, sm_count, MAX_ROWS)
         t = self.tiling
         if k % (t.split * t.block_k):
@@ -129,13 +144,13 @@ class SkinnyLinear:
         if rows > MAX_ROWS:
             raise ValueError(f"{rows} rows: use a library product above {MAX_ROWS}")
         t = self.tiling
-        y = torch.empty(rows, n, dtype=x.dtype, device=x.device) if out is None else out
+        y = torch.empty(rows, n, dtype=self.out_dtype or x.dtype, device=x.device) if out is None else out
         other = x if residual is None else residual
         _skinny_kernel[(triton.cdiv(n, t.block_n), t.split)](
             x, self.weight, self._descriptor, self.weight if self.bias is None else self.bias, other, y, self._partial,
             self._counters, rows, n, x.stride(0), self.weight.stride(0), other.stride(0), y.stride(0),
             K=k, BLOCK_M=max(16, triton.next_power_of_2(rows)), BLOCK_N=t.block_n, BLOCK_K=t.block_k, SPLIT=t.split,
             TMA=t.tma, BIAS=self.bias is not None, RESIDUAL=residual is not None, STAGES=t.num_stages,
-            num_warps=t.num_warps,
+            num_warps=t.num_warps, **pdl(x.device),
         )  # fmt: skip
         return y

@@ -129,13 +129,17 @@ def mixed_messages() -> list[AddRequest]:
     return messages
 
 
-@pytest.mark.parametrize("num_blocks", [400, 60])
-def test_greedy_float32_equals_the_cpu(model: str, num_blocks: int) -> None:
-    expected = tokens_of(outputs_of(make_core(model, "cpu", num_blocks=num_blocks), mixed_messages()))
-    core = make_core(model, "cuda", num_blocks=num_blocks)
-    assert tokens_of(outputs_of(core, mixed_messages())) == expected
-    if num_blocks == 60:
-        assert core.stats().preemptions_total > 0
+def test_greedy_float32_equals_the_cpu(model: str) -> None:
+    expected = tokens_of(outputs_of(make_core(model, "cpu"), mixed_messages()))
+    assert tokens_of(outputs_of(make_core(model, "cuda"), mixed_messages())) == expected
+
+
+def test_preempted_requests_resume_as_on_the_cpu(model: str) -> None:
+    messages = [request(i, prompt(i, 10 + i), 60) for i in range(10)]
+    expected = tokens_of(outputs_of(make_core(model, "cpu"), messages))
+    core = make_core(model, "cuda", num_blocks=20)
+    assert tokens_of(outputs_of(core, messages)) == expected
+    assert core.stats().preemptions_total > 0
 
 
 def test_one_step_at_a_time_gives_the_same(model: str) -> None:
@@ -161,7 +165,8 @@ def test_sampling_equals_the_cpu(model: str) -> None:
 
     expected = outputs_of(make_core(model, "cpu"), messages())
     got = outputs_of(make_core(model, "cuda"), messages())
-    assert tokens_of(got) == tokens_of(expected)
+    for name, tokens in tokens_of(expected).items():
+        assert tokens_of(got)[name] == tokens, name
     for name in ("r6", "r9"):
         for mine, theirs in zip(got[name], expected[name], strict=True):
             assert len(mine.logprobs) == len(theirs.logprobs)
@@ -214,8 +219,11 @@ def test_layers_are_announced_and_the_step_is_the_same(model: str) -> None:
 
 
 def test_the_pool_fills_the_allowed_memory(model: str) -> None:
-    before = torch.cuda.memory_allocated()
-    core = make_core(model, "cuda", num_blocks=None, gpu_memory_utilization=0.05, max_model_len=2048, max_num_seqs=128)
-    total = torch.cuda.get_device_properties(0).total_memory
+    free, total = torch.cuda.mem_get_info()
+    allowed = (total - free) / total + 0.05
+    core = make_core(
+        model, "cuda", num_blocks=None, gpu_memory_utilization=allowed, max_model_len=2048, max_num_seqs=128
+    )
     assert core.runner.num_blocks > 1000
-    assert torch.cuda.memory_allocated() - before < 0.05 * total
+    free, total = torch.cuda.mem_get_info()
+    assert (total - free) / total < allowed + 0.03  # other processes may take some meanwhile
