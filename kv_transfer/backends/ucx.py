@@ -99,9 +99,7 @@ class UcxBackend:
     def _payloads(self, connected: socket.socket) -> Iterator[FillView]:
         """The receiver's part of a channel."""
         with contextlib.closing(self._worker(connected)) as worker:
-            address = worker.address()
-            deadline_s = time.monotonic() + self._settings.handshake_timeout_s
-            send_pieces(connected, [ADDRESS.pack(len(address)), address], deadline_s)
+            worker.meet(connected, self._settings.handshake_timeout_s)
             yield worker.receive
 
 
@@ -127,14 +125,18 @@ class UcxWorker:
         self._hang_up = select.poll()
         self._hang_up.register(connected, select.POLLRDHUP)
 
-    def address(self) -> bytes:
-        return bytes(self._worker.address.tobytes())
-
-    def connect(self, address: bytes) -> None:
-        ucx = self._ucx
-        remote = ucx.UCXAddress.create_from_buffer(address)
+    def meet(self, connected: socket.socket, timeout_s: float) -> None:
+        """Exchange addresses and make an endpoint. The receiver has one too: closing it cancels what is pending."""
+        ours = bytes(self._worker.address.tobytes())
+        deadline_s = time.monotonic() + timeout_s
+        send_pieces(connected, [ADDRESS.pack(len(ours)), ours], deadline_s)
+        (length,) = ADDRESS.unpack(receive(connected, ADDRESS.size, deadline_s))
+        if length > MAX_ADDRESS_BYTES:
+            raise ConnectionLost(f"a UCX address of {length} bytes")
+        theirs = receive(connected, length, deadline_s)
         with self._errors():
-            self._endpoint = ucx.UCXEndpoint.create_from_worker_address(self._worker, remote, True)
+            remote = self._ucx.UCXAddress.create_from_buffer(theirs)
+            self._endpoint = self._ucx.UCXEndpoint.create_from_worker_address(self._worker, remote, True)
 
     def send(self, view: memoryview) -> Any:
         """Begin to send; the request."""
@@ -146,7 +148,7 @@ class UcxWorker:
         """Fill the view. Raises ConnectionLost when it cannot be filled, and then nothing writes to it any more."""
         self._count += 1
         with self._errors():
-            request = self._worker.tag_recv(self._array(view), self._ucx.UCXXTag(self._count))
+            request = self._endpoint.tag_recv(self._array(view), self._ucx.UCXXTag(self._count))
         try:
             self.wait(request, min(deadline_s, time.monotonic() + self._stall_timeout_s))
         except ConnectionLost:
@@ -176,16 +178,18 @@ class UcxWorker:
             request.check_error()
 
     def close(self) -> None:
-        if self._endpoint is not None:
-            with contextlib.suppress(ConnectionLost), self._errors():
-                self._endpoint.close_blocking(int(CANCEL_S * 1e9), 1)
-            self._endpoint = None
-        self._worker.cancel_inflight_requests(int(CANCEL_S * 1e9), 1)
+        self._close_endpoint()
         self._worker = None
+
+    def _close_endpoint(self) -> None:
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None:
+            with contextlib.suppress(ConnectionLost), self._errors():
+                endpoint.close_blocking(int(CANCEL_S * 1e9), 1)
 
     def _cancel(self, request: Any) -> None:
         deadline_s = time.monotonic() + CANCEL_S
-        self._worker.cancel_inflight_requests(int(CANCEL_S * 1e9), 1)
+        self._close_endpoint()
         while not request.completed:
             self._worker.progress()
             if time.monotonic() > deadline_s:
@@ -232,15 +236,10 @@ class UcxChannel(SocketChannel):
         super().__init__(endpoint, hello, on_lost, settings)
 
     def _carry(self, connected: socket.socket) -> None:
-        deadline_s = time.monotonic() + self._settings.handshake_timeout_s
-        (length,) = ADDRESS.unpack(receive(connected, ADDRESS.size, deadline_s))
-        if length > MAX_ADDRESS_BYTES:
-            raise ConnectionLost(f"a UCX address of {length} bytes")
-        address = receive(connected, length, deadline_s)
         on_their_way: deque[OnItsWay] = deque()
         try:
             with contextlib.closing(self._make_worker(connected)) as worker:
-                worker.connect(address)
+                worker.meet(connected, self._settings.handshake_timeout_s)
                 while not self._closing:
                     self._turn(connected, worker, on_their_way)
         except (OSError, ConnectionLost) as error:

@@ -446,6 +446,7 @@ def report(peer: Peer, open_transfers: int, leases: int) -> dict[str, object]:
         "used_blocks": peer.config.num_blocks - len(peer.pool.free),
         "resident_bytes": int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
         "fds": len(os.listdir("/proc/self/fd")),
+        "cpu_s": time.process_time(),
         "threads": len(os.listdir("/proc/self/task")),
     }
 

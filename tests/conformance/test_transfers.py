@@ -67,6 +67,16 @@ def test_a_busy_engine_holds_the_sender_back_and_loses_nothing(pair: Pair) -> No
     pair.assert_at_rest()
 
 
+def test_nobody_spins_when_idle(pair: Pair) -> None:
+    job = Job("before-idle", 100)
+    pair.start(job)
+    pair.run_to_end(job)
+    before = [pair.stats(side)["cpu_s"] for side in (pair.p, pair.d)]
+    pair.run_for(1.0)
+    for side, was in zip((pair.p, pair.d), before, strict=True):
+        assert pair.stats(side)["cpu_s"] - was < 0.3  # type: ignore[operator]
+
+
 @pytest.mark.slow
 def test_memory_is_flat(pair: Pair) -> None:
     """10,000 transfers: neither memory, nor file descriptors, nor threads grow."""
