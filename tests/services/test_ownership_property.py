@@ -31,6 +31,7 @@ from worker import kv_publisher
 WORKERS = st.sampled_from(["w0", "w1", "w2"])
 BLOCK_TOKENS = {"w0": 1, "w1": 2, "w2": 1}
 """w1's blocks are two units long."""
+PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 PAUSES = st.sampled_from([0.0, 0.003, 0.02, 0.3])
 
 
@@ -53,12 +54,25 @@ class OwnershipMachine(RuleBasedStateMachine):
         self.world.start_router()
         self.world.start_router()
 
-    @rule(worker_id=WORKERS, numbers=st.lists(st.integers(0, 2), min_size=1, max_size=6), pause_s=PAUSES)
+    @rule(worker_id=WORKERS, numbers=PROMPTS, pause_s=PAUSES)
     def compute(self, worker_id: str, numbers: list[int], pause_s: float) -> None:
         worker = self.world.workers.get(worker_id)
         if worker is not None:
             worker.compute(prompt(numbers)[worker.block_tokens - 1 :: worker.block_tokens])
         self.world.run(pause_s * self.pause_scale)
+
+    @rule(worker_id=WORKERS, numbers=PROMPTS, how=st.sampled_from(["lose", "repeat", "swap", "trim"]), pause_s=PAUSES)
+    def compute_and_tamper(self, worker_id: str, numbers: list[int], how: str, pause_s: float) -> None:
+        """What it says is in the stream, and nobody has read it yet."""
+        self.compute(worker_id, numbers, 0.02 / self.pause_scale)
+        self.world.broker.change_stream(worker_id, how)
+        self.world.run(pause_s * self.pause_scale)
+
+    @rule(worker_id=WORKERS, numbers=PROMPTS, pause_s=st.sampled_from([0.02, 0.3, 3.0]))
+    def compute_while_redis_is_away(self, worker_id: str, numbers: list[int], pause_s: float) -> None:
+        self.world.broker.is_down = True
+        self.compute(worker_id, numbers, pause_s)
+        self.world.broker.is_down = False
 
     @rule(worker_id=WORKERS)
     def restart_engine(self, worker_id: str) -> None:
@@ -83,22 +97,13 @@ class OwnershipMachine(RuleBasedStateMachine):
         self.world.broker.flush()
         self.world.run(pause_s * self.pause_scale)
 
-    @rule(worker_id=WORKERS, how=st.sampled_from(["lose", "repeat", "swap", "trim"]))
-    def change_stream(self, worker_id: str, how: str) -> None:
-        self.world.broker.change_stream(worker_id, how)
-
-    @rule(pause_s=PAUSES)
-    def switch_broker(self, pause_s: float) -> None:
-        self.world.broker.is_down = not self.world.broker.is_down
-        self.world.run(pause_s * self.pause_scale)
-
     @precondition(lambda self: isinstance(getattr(self, "world", None) and self.world.broker, FakeBroker))
     @rule(count=st.integers(1, 2))
     def lose_answers(self, count: int) -> None:
         assert isinstance(self.world.broker, FakeBroker)
         self.world.broker.fail_after = count
 
-    @rule(numbers=st.lists(st.integers(0, 2), min_size=1, max_size=6), worker_id=WORKERS)
+    @rule(numbers=PROMPTS, worker_id=WORKERS)
     def route(self, numbers: list[int], worker_id: str) -> None:
         """Only workers that are known are named, and never with more than there is."""
         hashes = prompt(numbers)

@@ -1,0 +1,81 @@
+"""``python -m bench.router_sim``: replay traces against simulated fleets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bench.router_sim.memory import bytes_per_entry
+from bench.router_sim.report import print_table, row
+from bench.router_sim.simulation import Setup, Simulation
+from bench.router_sim.trace import TraceRequest, ideal_hit_rate, read_mooncake, synthetic
+from router.policies import POLICIES
+
+MOONCAKE_FILES = {
+    "conversation": "mooncake_conversation_trace.head.jsonl",
+    "synthetic": "mooncake_synthetic_trace.jsonl",
+}
+REFERENCE_WORKERS = 16
+"""Larger fleets get proportionally faster arrivals."""
+
+
+def main(
+    traces: Annotated[str, typer.Option(help="conversation, synthetic (Mooncake) or made-up")] = "conversation",
+    workers: Annotated[str, typer.Option(help="fleet sizes; half prefill, half decode")] = "16",
+    policies: Annotated[str, typer.Option(help="names, or all")] = "all",
+    routers: Annotated[int, typer.Option(help="that share the requests")] = 1,
+    requests: Annotated[int, typer.Option(help="of each trace at most; 0: all")] = 0,
+    load: Annotated[float, typer.Option(help="arrivals compared with the trace, at 16 workers")] = 1.0,
+    hash_block_tokens: Annotated[int, typer.Option(help="unit of the hashes")] = 512,
+    block_tokens: Annotated[int, typer.Option(help="block size of the workers; 0: the unit")] = 0,
+    memory: Annotated[bool, typer.Option(help="also measure the index's memory")] = False,
+    output: Annotated[Path | None, typer.Option(help="JSON")] = None,
+    data: Annotated[Path | None, typer.Option(help="folder of the traces  [default: $PDSERVE_DATA]")] = None,
+) -> None:
+    """Hit rate, load spread and decision time of routing policies."""
+    rows = []
+    names = sorted(POLICIES) if policies == "all" else policies.split(",")
+    for trace in traces.split(","):
+        chosen = _read(trace, data, requests or None)
+        ideal = ideal_hit_rate(chosen)
+        for size in (int(size) for size in workers.split(",")):
+            for policy in names:
+                setup = Setup(
+                    policy=policy,
+                    prefills=size // 2,
+                    decodes=size - size // 2,
+                    routers=routers,
+                    speedup=load * size / REFERENCE_WORKERS,
+                    hash_block_tokens=hash_block_tokens,
+                    block_tokens=block_tokens or hash_block_tokens,
+                )
+                rows.append(row(trace, ideal, setup, asyncio.run(Simulation(setup).run(chosen))))
+                typer.echo(json.dumps(rows[-1]), err=True)
+    print_table(rows)
+    result: dict[str, object] = {"rows": rows}
+    if memory:
+        result["bytes_per_entry"] = {
+            f"{size} workers, {owners} owners of each block": round(bytes_per_entry(size, blocks, owners), 1)
+            for size, blocks, owners in ((16, 65_536, 1), (16, 65_536, 4), (1000, 1024, 1), (1000, 1024, 4))
+        }
+        typer.echo(json.dumps(result["bytes_per_entry"], indent=2))
+    if output is not None:
+        output.write_text(json.dumps(result, indent=2))
+
+
+def _read(trace: str, data: Path | None, limit: int | None) -> list[TraceRequest]:
+    if trace == "made-up":
+        return synthetic(limit or 5000)
+    folder = data or Path(os.environ.get("PDSERVE_DATA", ""))
+    if trace not in MOONCAKE_FILES or not folder.is_dir():
+        raise typer.BadParameter(f"trace {trace}: use made-up, or {', '.join(MOONCAKE_FILES)} with --data FOLDER")
+    return read_mooncake(folder / MOONCAKE_FILES[trace], limit)
+
+
+if __name__ == "__main__":
+    typer.run(main)
