@@ -20,6 +20,7 @@ from gateway.app import create_app
 from gateway.config import GatewayConfig
 from gateway.grpc_service import serve_grpc
 from gateway.model import load_model
+from gateway.processes import run_processes
 from gateway.serving import Gateway
 from pdserve.model_store import ModelUnavailableError, resolve_model
 from telemetry import logs
@@ -55,11 +56,15 @@ class GatewayServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Raises OSError when the gRPC port cannot be had."""
-        self._grpc, grpc_port = await serve_grpc(self._gateway, self._settings.host, self._settings.bound_grpc_port)
+        settings = self._settings
+        self._grpc, grpc_port = await serve_grpc(
+            self._gateway, settings.host, settings.bound_grpc_port, share_port=settings.share_ports
+        )
         await super().startup(sockets)
         if self.started and sockets:
             host, port = sockets[0].getsockname()[:2]
-            log.info("ready", host=host, port=port, grpc_port=grpc_port)
+            own = {} if self._settings.own_port is None else {"own_port": self._settings.own_port}
+            log.info("ready", host=host, port=port, grpc_port=grpc_port, **own)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """No new requests; those that run may end: gRPC's first, as the router sessions are closed with the app."""
@@ -80,6 +85,14 @@ def main(
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + output, in tokens.")] = None,
     default_timeout_s: Annotated[float, typer.Option(help="Deadline of requests that bring none.")] = 600.0,
     max_requests: Annotated[int, typer.Option(help="Requests at a time; more are answered 429.")] = 4096,
+    workers: Annotated[int, typer.Option(help="Processes that share the ports; limits are of each.", min=1)] = 1,
+    own_ports: Annotated[
+        int | None,
+        typer.Option(
+            help="With --workers: the first of as many HTTP ports, one of each process, for its own /metrics."
+        ),
+    ] = None,
+    share_ports: Annotated[bool, typer.Option("--share-ports", hidden=True)] = False,
     otlp_endpoint: Annotated[
         str, typer.Option(envvar="OTEL_EXPORTER_OTLP_ENDPOINT", help="Collector of traces (gRPC); empty: no traces.")
     ] = "",
@@ -102,21 +115,33 @@ def main(
             max_requests=max_requests,
             otlp_endpoint=otlp_endpoint,
             trace_sample_ratio=trace_sample_ratio,
+            share_ports=share_ports,
+            own_port=own_ports,
         )
+        if own_ports is not None and not 0 < own_ports <= 65536 - workers:
+            raise ValueError(f"--own-ports {own_ports} with {workers} workers: use ports between 1 and 65535")
+        if workers > 1:
+            stop_s = SHUTDOWN_TIMEOUT_S + 2.0
+            sys.exit(run_processes(workers, host, port, config.bound_grpc_port, own_ports, stop_s))
         served = load_model(resolve_model(config.model), config.served_model_name, config.max_model_len)
-        with listening(config.host, config.port) as listener:
-            GatewayServer(create_app(config, served), config).run(sockets=[listener])
+        with contextlib.ExitStack() as stack:
+            listeners = [stack.enter_context(listening(config.host, config.port, share=config.share_ports))]
+            if config.own_port is not None:
+                listeners.append(stack.enter_context(listening(config.host, config.own_port)))
+            GatewayServer(create_app(config, served), config).run(sockets=listeners)
     except (ValueError, OSError, ModelUnavailableError) as error:
         log.error("cannot start", reason=str(error))
         sys.exit(1)
 
 
 @contextlib.contextmanager
-def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """A listening socket. Raises OSError, with the remedy, when it cannot be had."""
+def listening(host: str, port: int, *, share: bool = False) -> Iterator[socket.socket]:
+    """A listening socket; ``share``: others bind it, too. Raises OSError, with the remedy, when it cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if share:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, PEER_STALL_TIMEOUT_MS)
         try:

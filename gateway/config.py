@@ -42,6 +42,10 @@ class GatewayConfig:
     recent_requests: int = 1024
     """Finished requests kept for /debug/requests."""
     tokenizer_threads: int = 2
+    share_ports: bool = False
+    """Other gateway processes listen on the same ports."""
+    own_port: int | None = None
+    """A second HTTP port, of this process alone."""
     otlp_endpoint: str = ""
     """Collector of traces; empty: no traces."""
     trace_sample_ratio: float = 1.0

@@ -48,10 +48,16 @@ _STATUS = {
 log = structlog.get_logger()
 
 
-async def serve_grpc(gateway: Gateway, host: str, port: int) -> tuple[grpc.aio.Server, int]:
+async def serve_grpc(
+    gateway: Gateway, host: str, port: int, *, share_port: bool = False
+) -> tuple[grpc.aio.Server, int]:
     """Start the gRPC server; the caller stops it. Raises OSError when the port cannot be had."""
     return await serve(
-        [InferenceService(gateway)], host, port, is_ready=lambda: gateway.routers.not_ready_reason is None
+        [InferenceService(gateway)],
+        host,
+        port,
+        is_ready=lambda: gateway.routers.not_ready_reason is None,
+        share_port=share_port,
     )
 
 

@@ -34,7 +34,6 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
 ]
 _SERVER: list[tuple[str, int]] = [
     *_LIMITS,
-    ("grpc.so_reuseport", 0),  # a port in use is an error, not a silent second listener
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
 ]
@@ -50,14 +49,21 @@ def open_channel(address: str) -> grpc.aio.Channel:
 
 
 async def serve(
-    servicers: Sequence[Servicer], host: str, port: int, *, is_ready: Callable[[], bool] | None = None
+    servicers: Sequence[Servicer],
+    host: str,
+    port: int,
+    *,
+    is_ready: Callable[[], bool] | None = None,
+    share_port: bool = False,
 ) -> tuple[grpc.aio.Server, int]:
     """Start a server for ``servicers`` plus health and reflection; port 0 takes a free one.
 
-    ``is_ready`` is asked whenever somebody asks for the server's health; without it the server is always healthy.
+    ``share_port``: other processes of ours listen on it, too. ``is_ready`` is asked whenever somebody asks for the
+    server's health; without it the server is always healthy.
     Returns the server, which the caller stops, and the bound port. Raises OSError when the port cannot be had.
     """
-    server = grpc.aio.server(options=_SERVER)
+    # Not shared: a port in use is an error, not a silent second listener.
+    server = grpc.aio.server(options=[*_SERVER, ("grpc.so_reuseport", int(share_port))])
     names = [_add(servicer, server) for servicer in servicers]
     health_servicer = health.HealthServicer(names, is_ready or (lambda: True))
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -39,13 +40,6 @@ class Child:
     @classmethod
     async def spawn(cls, spec: ChildSpec) -> Child:
         """Start it in its own session (so that the terminal's Ctrl-C reaches only us), and killed when we die."""
-        parent_pid = os.getpid()
-
-        def die_with_parent() -> None:
-            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent_pid:  # it died before the line above
-                os._exit(1)
-
         with spec.log.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *spec.argv,
@@ -53,7 +47,7 @@ class Child:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=die_with_parent,
+                preexec_fn=partial(die_with_parent, os.getpid()),
             )
         return cls(spec, process)
 
@@ -83,6 +77,13 @@ class Child:
         """SIGKILL to the whole group: also whatever the process itself had started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Called in a new child before its program starts."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before the line above
+        os._exit(1)
 
 
 def python_argv(module: str, *flags: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ import psutil
 import pytest
 
 from pdserve.model_store import prepare_default_model
+from tests.services.gateway_harness import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -97,3 +99,47 @@ def test_a_stopped_gateway_lets_streams_end(model_dir: Path) -> None:
             started = time.monotonic()
             process.wait(15)
             assert time.monotonic() - started < 12
+
+
+def test_workers_share_the_ports_and_have_their_own(model_dir: Path) -> None:
+    own = free_port()
+    flags = ("--model", str(model_dir), "--router", "127.0.0.1:9", "--port", "0", "--grpc-port", "0")
+    with gateway(*flags, "--workers", "2", "--own-ports", str(own)) as parent:
+        ready = [log_line(parent, "ready") for _ in range(2)]
+        assert len({entry["port"] for entry in ready}) == len({entry["grpc_port"] for entry in ready}) == 1
+        assert {entry["own_port"] for entry in ready} == {own, own + 1}
+        url = f"http://127.0.0.1:{ready[0]['port']}"
+        for _ in range(32):  # a connection each: with two processes, one of them alone is all but impossible
+            assert httpx.get(f"{url}/live").status_code == 200
+        answered = [live_answers(own + i) for i in range(2)]
+        assert sum(answered) == 32
+        assert min(answered) > 0
+        children = psutil.Process(parent.pid).children()
+        assert len(children) == 2
+        children[0].kill()
+        entry = log_line(parent, "a gateway process ended")
+        assert entry["how"] == "was ended by SIGKILL"
+        log_line(parent, "ready")
+        assert len(psutil.Process(parent.pid).children()) == 2
+        parent.send_signal(signal.SIGTERM)
+        assert parent.wait(15) == 0
+        assert not any(child.is_running() for child in children)
+
+
+def live_answers(port: int) -> int:
+    """How often a process has answered /live."""
+    for line in httpx.get(f"http://127.0.0.1:{port}/metrics").text.splitlines():
+        if line.startswith('pdserve_http_requests_total{endpoint="/live"'):
+            return int(float(line.rpartition(" ")[2]))
+    return 0
+
+
+def test_workers_that_cannot_start_end_together(model_dir: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        flags = ("--router", "127.0.0.1:9", "--port", "0", "--workers", "2", "--own-ports", str(port - 1))
+        with gateway("--model", str(model_dir), *flags) as parent:
+            assert str(port) in log_line(parent, "cannot start")["reason"]
+            assert parent.wait(20) == 1
