@@ -13,7 +13,7 @@ import typer
 from bench.router_sim.memory import bytes_per_entry
 from bench.router_sim.report import print_table, row
 from bench.router_sim.simulation import Setup, Simulation
-from bench.router_sim.trace import TraceRequest, ideal_hit_rate, read_mooncake, synthetic
+from bench.router_sim.trace import TraceRequest, ideal_hit_rate, read_mooncake, shared_lru_hit_rate, synthetic
 from router.policies import POLICIES
 
 MOONCAKE_FILES = {
@@ -54,7 +54,9 @@ def main(
                     hash_block_tokens=hash_block_tokens,
                     block_tokens=block_tokens or hash_block_tokens,
                 )
-                rows.append(row(trace, ideal, setup, asyncio.run(Simulation(setup).run(chosen))))
+                outcome = asyncio.run(Simulation(setup).run(chosen))
+                shared = shared_lru_hit_rate(chosen, setup.prefills * setup.speed.pool_tokens)
+                rows.append(row(trace, ideal, shared, setup, outcome))
                 typer.echo(json.dumps(rows[-1]), err=True)
     print_table(rows)
     result: dict[str, object] = {"rows": rows}
@@ -71,8 +73,8 @@ def main(
 def _read(trace: str, data: Path | None, limit: int | None) -> list[TraceRequest]:
     if trace == "made-up":
         return synthetic(limit or 5000)
-    folder = data or Path(os.environ.get("PDSERVE_DATA", ""))
-    if trace not in MOONCAKE_FILES or not folder.is_dir():
+    folder = data or Path(os.environ.get("PDSERVE_DATA", "no-folder"))
+    if trace not in MOONCAKE_FILES or not (folder / MOONCAKE_FILES[trace]).exists():
         raise typer.BadParameter(f"trace {trace}: use made-up, or {', '.join(MOONCAKE_FILES)} with --data FOLDER")
     return read_mooncake(folder / MOONCAKE_FILES[trace], limit)
 

@@ -15,6 +15,7 @@ COLUMNS = (
     "workers",
     "policy",
     "hit_rate",
+    "shared_lru",
     "ideal",
     "decode_hit_rate",
     "prefill_max_over_mean",
@@ -27,7 +28,7 @@ COLUMNS = (
 )
 
 
-def row(trace: str, ideal: float, setup: Setup, outcome: Outcome) -> dict[str, object]:
+def row(trace: str, ideal: float, shared_lru: float, setup: Setup, outcome: Outcome) -> dict[str, object]:
     return {
         "trace": trace,
         "workers": setup.prefills + setup.decodes,
@@ -38,6 +39,7 @@ def row(trace: str, ideal: float, setup: Setup, outcome: Outcome) -> dict[str, o
         "hash_block_tokens": setup.hash_block_tokens,
         "block_tokens": setup.block_tokens,
         "hit_rate": round(outcome.prefill_cached_tokens / outcome.prompt_tokens, 4),
+        "shared_lru": round(shared_lru, 4),
         "ideal": round(ideal, 4),
         "decode_hit_rate": round(outcome.decode_cached_tokens / outcome.prompt_tokens, 4),
         "prefill_max_over_mean": _spread(outcome.computed_tokens),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,24 @@ def synthetic(num_requests: int, *, rate: float = 20.0, seed: int = 0) -> list[T
         if turns > 1:
             open_ones.append((grown, turns - 1))
     return requests
+
+
+def shared_lru_hit_rate(requests: Iterable[TraceRequest], capacity_tokens: int) -> float:
+    """Share of tokens that one cache as large as those of all prefill workers together would have."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    tokens = cached = 0
+    for request in requests:
+        tokens += request.num_tokens
+        for index, name in enumerate(request.block_names):
+            if name not in cache:
+                break
+            cached += min(TRACE_BLOCK_TOKENS, request.num_tokens - index * TRACE_BLOCK_TOKENS)
+        for name in reversed(request.block_names):  # the tail of a chain goes first
+            cache[name] = None
+            cache.move_to_end(name)
+        while len(cache) * TRACE_BLOCK_TOKENS > capacity_tokens:
+            cache.popitem(last=False)
+    return cached / tokens
 
 
 def ideal_hit_rate(requests: Iterable[TraceRequest]) -> float:

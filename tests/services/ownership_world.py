@@ -261,7 +261,7 @@ class IndexRouter:
 class World:
     """``run`` lets time pass."""
 
-    def __init__(self, broker: Broker, loop: asyncio.AbstractEventLoop, num_blocks: int = 12) -> None:
+    def __init__(self, broker: Broker, loop: asyncio.AbstractEventLoop, num_blocks: int = 7) -> None:
         self.broker = broker
         self.loop = loop
         self.num_blocks = num_blocks
