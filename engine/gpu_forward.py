@@ -128,10 +128,10 @@ class GpuForward:
             self._run_pieces(shape, self._batch(shape, requests, longest, 1), 1)
         return len(self._graphs)
 
-    def run_blank(self, num_tokens: int) -> None:
-        """An eager pass that writes no KV: to see what it needs, and to compile."""
+    def run_blank(self, num_tokens: int, num_requests: int = 1) -> None:
+        """An eager pass that writes no KV: to see what it needs, and to compile. At least that many requests."""
         shape = self.shape_of(self._max_rows, num_tokens, eager=True)
-        requests, longest = self._blank(shape, num_tokens)
+        requests, longest = self._blank(shape, num_tokens, num_requests)
         self._kernels.begin_step(0)
         self._prepare(shape)
         self._model.forward(self._batch(shape, requests, longest, requests), self._kv_layers)
@@ -222,15 +222,19 @@ class GpuForward:
             changes = host.to(self._table.device, non_blocking=True)
             update_table(self._table, changes[0], changes[1])
 
-    def _blank(self, shape: StepShape, num_tokens: int) -> tuple[int, int]:
-        """Inputs of requests that have no KV, as few as can have ``num_tokens``; their number and longest."""
+    def _blank(self, shape: StepShape, num_tokens: int, num_requests: int = 1) -> tuple[int, int]:
+        """Inputs of requests that have no KV: ``num_requests``, or as few as can have ``num_tokens`` if those are more.
+
+        Returns:
+            Their number, and the tokens of the longest.
+        """
         layout = shape.layout
         block: Ints = np.zeros(layout.words, np.int32)
         out = layout.arrays(block)
         out["slots"][:] = self._slots.num_slots
         out["sample_slots"][:] = self._slots.num_slots
         out["slot_mapping"][:] = -1
-        longest = min(num_tokens, (self._slots.max_blocks - 1) * self._slots.block_size)
+        longest = min(-(-num_tokens // num_requests), (self._slots.max_blocks - 1) * self._slots.block_size)
         rows = max(1, min(layout.rows, -(-num_tokens // max(longest, 1))))
         ends = np.minimum(np.arange(1, layout.rows + 1) * longest, num_tokens)
         ends[rows:] = ends[rows - 1]

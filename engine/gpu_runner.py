@@ -39,6 +39,8 @@ WeightSource = Callable[[Path, torch.dtype, torch.device], WeightReader]
 
 _RING = 3
 """Steps whose host memory is in use: two launched and not read, one being packed."""
+_PREFILLS_COMPILED = (64, 128)
+"""Prefill attention is compiled anew for each power of two of requests from 32 on: these at start, rarer ones later."""
 _SPARE_BYTES = 1 << 30
 """Left for the graphs and the driver's own."""
 
@@ -112,6 +114,9 @@ class GpuRunner:
             self._rings = [self._make_ring(max_rows) for _ in range(_RING)]
             self._next_ring = 0
             num_graphs = self._forward.capture_all()
+            for requests in _PREFILLS_COMPILED:
+                if 2 * requests <= config.max_num_batched_tokens and requests <= max_rows:
+                    self._forward.run_blank(2 * requests, requests)
             self._warm_sampler(max_rows)
             torch.cuda.synchronize()
         log.info(

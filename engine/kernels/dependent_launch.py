@@ -2,7 +2,7 @@
 """Programmatic dependent launch: a kernel is set up on the device while the one before it still runs.
 
 A kernel that takes part calls ``await_inputs(PDL)`` before it reads what an earlier kernel wrote, and is launched
-with ``**pdl(device)``. It then waits there for the whole of the kernel before it, and lets the next one be set up.
+with ``**pdl(device)``. There it waits for the whole of the kernel before it, then lets the next one be set up.
 Hopper and later; elsewhere (and interpreted) nothing changes. CUDA programming guide, "programmatic dependent launch".
 """
 
