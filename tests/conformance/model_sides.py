@@ -1,0 +1,274 @@
+"""The two engines of the protocol model (model.py), and what lies between them. All in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kv_transfer.backends.base import Arrived, ChannelLost, OnDone, OnLost
+from kv_transfer.layout import KVRange, cell_bytes, make_layout
+from kv_transfer.protocol import Frame
+from kv_transfer.receiver import Receiver, ReceiverSettings
+from kv_transfer.segment import SealedSegment
+from kv_transfer.sender import Sender
+from kv_transfer.staging import StagingSlot
+from kv_transfer.transfer import Moved, TransferKey
+from pdserve.v1 import kv_pb2
+
+LEASE_S = 10.0
+LAYERS = 2
+LAYOUT = make_layout(
+    model_fingerprint="m",
+    num_layers=LAYERS,
+    num_kv_heads=1,
+    head_dim=1,
+    hash_block_tokens=1,
+    block_size=1,
+    dtype="float32",
+)
+SEGMENT_BYTES = cell_bytes(LAYOUT, "float32")
+
+
+class Around(Protocol):
+    """What a side sees of the world."""
+
+    deadline: float
+    to_d: list[tuple[str, Frame]]
+    to_p: list[tuple[str, Frame]]
+
+    def clock(self) -> float: ...
+
+    @property
+    def stream(self) -> str: ...
+
+
+class Violation(AssertionError):
+    """A law does not hold."""
+
+
+def require(holds: bool, law: str) -> None:
+    if not holds:
+        raise Violation(law)
+
+
+class Arena:
+    """StagingArena without a kernel."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.slot_bytes = SEGMENT_BYTES
+        self.free = [StagingSlot(i, memoryview(bytearray(SEGMENT_BYTES))) for i in range(num_slots)]
+
+    def try_take(self) -> StagingSlot | None:
+        return self.free.pop() if self.free else None
+
+    def give_back(self, slot: StagingSlot) -> None:
+        require(slot.index not in [other.index for other in self.free], "a slot is given back once")
+        self.free.append(slot)
+
+
+@dataclass(eq=False)
+class Channel:
+    hello: kv_pb2.DataHello
+    on_lost: OnLost
+    segments: list[tuple[SealedSegment, OnDone]] = field(default_factory=list)
+    is_open: bool = True
+
+    def send(self, segment: SealedSegment, on_done: OnDone) -> None:
+        if self.is_open:
+            self.segments.append((segment, on_done))
+        else:
+            on_done("lost")
+
+    def close(self) -> None:
+        self.is_open = False
+        unsent, self.segments = self.segments, []
+        for _, on_done in unsent:
+            on_done("closed")
+
+
+class SenderBackend:
+    host_probe = ""
+
+    def __init__(self, channels: list[Channel]) -> None:
+        self._channels = channels
+
+    def connect(self, endpoint: str, hello: kv_pb2.DataHello, on_lost: OnLost) -> Channel:
+        self._channels.append(Channel(hello, on_lost))
+        return self._channels[-1]
+
+    def close(self) -> None:
+        pass
+
+
+class ReceiverBackend:
+    def __init__(self) -> None:
+        self.arrivals: list[Arrived | ChannelLost] = []
+
+    def listen(self, host: str, advertised_host: str) -> str:
+        return "d"
+
+    def can_reach(self, host_probe: str) -> bool:
+        return True
+
+    def poll(self) -> list[Arrived | ChannelLost]:
+        out, self.arrivals = self.arrivals, []
+        return out
+
+    def drop_sender(self, worker_id: str, incarnation: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class P:
+    """An incarnation of the prefill worker: its engine, and the sender's port."""
+
+    def __init__(self, world: Around, incarnation: int) -> None:
+        self.world = world
+        self.incarnation = incarnation
+        self.channels: list[Channel] = []
+        self.arena = Arena(1)
+        self.waiting: set[str] = set()
+        """Asked for a ticket; hold nothing."""
+        self.deferred: set[str] = set()
+        self.blocks: dict[str, int] = {}
+        """Request -> layers computed; it has blocks as long as it is here. LAYERS + 1: the prefill has ended."""
+        self.ended: dict[str, str] = {}
+        me = kv_pb2.WorkerIdentity(worker_id="p", incarnation=incarnation)
+        self.sender = Sender(
+            me,
+            LAYOUT,
+            self,
+            {"x": SenderBackend(self.channels)},
+            self.arena,  # type: ignore[arg-type]
+            lambda: None,
+            world.clock,
+            lease_s=LEASE_S,
+            answer_timeout_s=LEASE_S,
+        )
+
+    def ask(self, name: str, receiver_incarnation: int) -> None:
+        self.waiting.add(name)
+        self.deferred.discard(name)
+        self.sender.want_ticket(name, key_of(name), self.world.stream, receiver_incarnation, 1, self.world.deadline)
+
+    def compute(self, name: str, finished: bool) -> None:
+        layer = self.blocks[name]
+        if layer < LAYERS:
+            self.blocks[name] += 1
+            self.sender.kv_computed(name, KVRange(0, 1, layer, layer + 1))
+        else:
+            self.blocks[name] += 1
+            self.sender.prefill_ended(name, b"token 0", finished)
+
+    def abort(self, name: str) -> None:
+        self._end(name, "aborted")
+        self.sender.request_ended(name, key_of(name), self.world.stream, "client")
+
+    def send(self, peer: str, frame: Frame) -> None:
+        if peer == self.world.stream:
+            self.world.to_d.append((peer, frame))
+
+    def ticket_granted(self, request_id: str, cached_tokens: int) -> None:
+        require(request_id in self.waiting, "a ticket is granted once, to who waits")
+        self.waiting.remove(request_id)
+        self.blocks[request_id] = 0
+
+    def ticket_deferred(self, request_id: str, retry_after_s: float) -> None:
+        self.deferred.add(request_id)
+
+    def pack(self, request_id: str, part: KVRange, out: memoryview) -> int:
+        require(request_id in self.blocks, "law 2: nothing is packed from blocks that were freed")
+        out[:SEGMENT_BYTES] = tag(self.incarnation, request_id)
+        return SEGMENT_BYTES
+
+    def transfer_done(self, request_id: str) -> None:
+        self._end(request_id, "done")
+
+    def transfer_failed(self, request_id: str, reason: str) -> None:
+        self._end(request_id, "failed")
+
+    def _end(self, name: str, how: str) -> None:
+        require(name not in self.ended, "law 1: a request ends once on P")
+        self.ended[name] = how
+        self.waiting.discard(name)
+        self.deferred.discard(name)
+        self.blocks.pop(name, None)
+
+
+class D:
+    """An incarnation of the decode worker: its engine, and the receiver's port."""
+
+    def __init__(self, world: Around, incarnation: int, room: int) -> None:
+        self.world = world
+        self.incarnation = incarnation
+        self.room = room
+        self.arena = Arena(1)
+        self.expected: dict[str, int] = {}
+        """Request -> the incarnation of P that it was told of."""
+        self.reserved: dict[str, dict[int, bytes]] = {}
+        self.ended: dict[str, str] = {}
+        self.backend = ReceiverBackend()
+        me = kv_pb2.WorkerIdentity(worker_id="d", incarnation=incarnation)
+        self.receiver = Receiver(
+            me,
+            LAYOUT,
+            self,
+            {"x": (self.backend, "d")},
+            self.arena,  # type: ignore[arg-type]
+            world.clock,
+            ReceiverSettings(lease_s=LEASE_S, park_s=LEASE_S, stall_timeout_s=LEASE_S),
+        )
+
+    def add(self, name: str, sender_incarnation: int) -> None:
+        self.expected[name] = sender_incarnation
+        self.receiver.request_added(name, key_of(name), "p", self.expected[name], 1, self.world.deadline)
+
+    def abort(self, name: str) -> None:
+        self._end(name, "aborted")
+        self.receiver.request_ended(name, "client")
+
+    def send(self, peer: str, frame: Frame) -> None:
+        if peer == self.world.stream:
+            self.world.to_p.append((peer, frame))
+
+    def reserve(self, request_id: str) -> int | None:
+        require(request_id not in self.reserved, "one reservation a request")
+        if len(self.reserved) >= self.room:
+            return None
+        self.reserved[request_id] = {}
+        return 0
+
+    def write_kv(self, request_id: str, part: KVRange, payload: memoryview, dtype: str) -> None:
+        require(request_id in self.reserved, "law 2: nothing is written into blocks that were freed")
+        content = bytes(payload)
+        wanted = tag(self.expected[request_id], request_id)
+        require(content == wanted, f"laws 3 and 6: KV of {content!r} was written where {wanted!r} belongs")
+        self.reserved[request_id][part.layer_start] = content
+
+    def publish(self, request_id: str, first_output: bytes, moved: Moved) -> None:
+        require(set(self.reserved[request_id]) == set(range(LAYERS)), "law 3: every layer is there")
+        require(first_output == b"token 0", "the first token is P's")
+        self._end(request_id, "published")
+
+    def finish(self, request_id: str, first_output: bytes) -> None:
+        self._end(request_id, "finished")
+
+    def transfer_failed(self, request_id: str, reason: str) -> None:
+        self._end(request_id, "failed")
+
+    def _end(self, name: str, how: str) -> None:
+        require(name not in self.ended, "law 1: a request ends once on D")
+        self.ended[name] = how
+        self.reserved.pop(name, None)
+
+
+def key_of(name: str) -> TransferKey:
+    """``r/2``: the second attempt of r."""
+    return TransferKey(name[0], int(name[2]))
+
+
+def tag(incarnation: int, name: str) -> bytes:
+    return f"{incarnation} {name}".encode().ljust(SEGMENT_BYTES)
