@@ -118,11 +118,12 @@ class KVPublisher:
             try:
                 async with asyncio.timeout(RENEW_S):
                     await self._arrived.wait()
-                await asyncio.sleep(COALESCE_S)
             except TimeoutError:
                 await self._show_life()
                 return
         self._arrived.clear()
+        if not self._sent_events and self._buffered_hashes < MAX_BATCH_HASHES:
+            await asyncio.sleep(COALESCE_S)
         if not self._buffer:
             self._want_snapshot()
             return
