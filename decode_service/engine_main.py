@@ -19,10 +19,10 @@ import torch
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.messages import EngineStats, ErrorCode, PeerFrame, ReceiveKV, TransferReport
-from engine.model_runner import ModelRunner
 from engine.process import Engine, EngineProcess
 from engine.ready import engine_ready
 from engine.request import Request
+from engine.runners import build_runner
 from kv_transfer.backends import load_all
 from kv_transfer.backends.base import SegmentReceiver
 from kv_transfer.layout import KVRange, make_layout
@@ -217,7 +217,7 @@ def frame_from_pb(message: worker_pb2.HandoffFrame) -> Frame:
 
 def build(process: EngineProcess, launch: EngineLaunch) -> Engine:
     config = EngineConfig(**launch.engine_options)  # type: ignore[arg-type]  # checked by the service's flags
-    runner = ModelRunner(config)
+    runner = build_runner(config)
     core = EngineCore(config, runner)
     ready = engine_ready(config, runner)
     layout = make_layout(

@@ -95,13 +95,13 @@ class CapturedForward:
 
 
 def decode_buckets(most: int) -> list[int]:
-    """Batch sizes of decode graphs up to ``most``: a step pads to the next one, by 12 % at most from 64 on."""
+    """Batch sizes of decode graphs up to ``most``: a step pads to the next one, by a quarter at most from 32 on."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, most + 64, 64)]
     kept = [size for size in sizes if size < most]
     return [*kept, most]
 
 
 def token_buckets(most: int) -> list[int]:
-    """Token counts of piecewise graphs, likewise."""
-    sizes = [*range(16, 128, 16), *range(128, 512, 64), *range(512, 1024, 128), *range(1024, most + 256, 256)]
-    return [size for size in sizes if size <= most]
+    """Token counts of piecewise graphs up to ``most``, by a quarter at most from 64 on."""
+    steps = ((16, 128, 16), (128, 256, 32), (256, 512, 64), (512, 1024, 128), (1024, most + 1, 256))
+    return [size for start, stop, step in steps for size in range(start, stop, step) if size <= most]

@@ -5,13 +5,18 @@ Called by the services' ``engine_main``.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from engine.config import EngineConfig
 from engine.messages import EngineReady
-from engine.model_runner import ModelRunner
+
+if TYPE_CHECKING:
+    from engine.gpu_runner import GpuRunner
+    from engine.model_runner import ModelRunner
 
 
 def engine_ready(
-    config: EngineConfig, runner: ModelRunner, data_endpoints: dict[str, str] | None = None
+    config: EngineConfig, runner: ModelRunner | GpuRunner, data_endpoints: dict[str, str] | None = None
 ) -> EngineReady:
     """``data_endpoints``: transfer backend -> where this engine takes KV segments."""
     cache = runner.kv_cache

@@ -20,10 +20,10 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.kv_cache import KVCache
 from engine.messages import EngineStats, ErrorCode, PeerFrame, RequestOutput, SendKV
-from engine.model_runner import ModelRunner
 from engine.process import Engine, EngineProcess
 from engine.ready import engine_ready
 from engine.request import Request
+from engine.runners import build_runner
 from kv_transfer.backends import load_all
 from kv_transfer.layout import KVRange, make_layout
 from kv_transfer.protocol import Abort, Busy, Done, End, Frame, Open, Refused, Ticket
@@ -213,7 +213,7 @@ def frame_from_pb(message: worker_pb2.HandoffFrame) -> Frame:
 
 def build(process: EngineProcess, launch: EngineLaunch) -> Engine:
     config = EngineConfig(**launch.engine_options)  # type: ignore[arg-type]  # checked by the service's flags
-    runner = ModelRunner(config)
+    runner = build_runner(config)
     core = EngineCore(config, runner)
     ready = engine_ready(config, runner)
     layout = make_layout(
