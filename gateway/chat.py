@@ -35,7 +35,7 @@ async def chat_choices(call: Call, request: ChatCompletionRequest) -> list[Choic
     messages = [message.for_template() for message in request.messages]
     token_ids = await gateway.text.encode_chat(messages, **request.template_options)
     asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-    max_tokens = token_budget(gateway.model, len(token_ids), asked, None, "messages")
+    max_tokens = token_budget(gateway.model, len(token_ids), asked, None, "messages", gateway.routers.pool_tokens)
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     sampling = sampling_params(request, gateway.model, max_tokens=max_tokens, logprobs=logprobs)
     return call.choices(request, [Prompt(token_ids, sampling)])

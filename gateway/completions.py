@@ -47,7 +47,9 @@ async def _prompt(gateway: Gateway, request: CompletionRequest, given: str | lis
     else:
         token_ids = list(check_token_ids(given, model, "prompt"))
         text = await gateway.text.decode(token_ids, request.skip_special_tokens) if request.echo else ""
-    max_tokens = token_budget(model, len(token_ids), request.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
+    max_tokens = token_budget(
+        model, len(token_ids), request.max_tokens, DEFAULT_MAX_TOKENS, "prompt", gateway.routers.pool_tokens
+    )
     sampling = sampling_params(request, model, max_tokens=max_tokens, logprobs=request.logprobs)
     return Prompt(token_ids, sampling, text)
 

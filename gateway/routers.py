@@ -47,6 +47,11 @@ class RouterPool:
         return sorted(alive, key=lambda session: session.draining)
 
     @property
+    def pool_tokens(self) -> int:
+        """What the largest worker's KV pool holds; 0 while unknown."""
+        return max((session.load.pool_tokens for session in self.alive), default=0)
+
+    @property
     def not_ready_reason(self) -> str | None:
         """Why no request could be served now; None when one could."""
         alive = self.alive

@@ -49,12 +49,20 @@ def sampling_params(
     return params
 
 
-def token_budget(model: ServedModel, prompt_tokens: int, asked: int | None, default: int | None, param: str) -> int:
-    """max_tokens of a prompt: as asked, else ``default`` or the rest of the context. Raises GatewayError."""
+def token_budget(
+    model: ServedModel, prompt_tokens: int, asked: int | None, default: int | None, param: str, pool_tokens: int = 0
+) -> int:
+    """max_tokens of a prompt: as asked, else ``default`` or the rest of the context. Raises GatewayError.
+
+    What nobody asked for is also no more than a worker's pool can hold (``pool_tokens``, 0 = unknown): else a chat with
+    a long-context model on a small pool would be refused for a length that the client never named.
+    """
     if prompt_tokens == 0:
         raise invalid("the prompt is empty: it needs at least one token", param)
     rest = model.max_model_len - prompt_tokens
     wanted = asked if asked is not None else min(rest, default or rest)
+    if asked is None and pool_tokens > prompt_tokens:
+        wanted = min(wanted, pool_tokens - prompt_tokens)
     if rest < max(wanted, 1):
         raise context_length_exceeded(model.max_model_len, prompt_tokens, max(wanted, 1), param)
     return wanted

@@ -119,13 +119,15 @@ class Workers:
 
     def emitting_load(self) -> pb.Load:
         """Sum over the usable workers that emit tokens; without any, all zero (which tells gateways so)."""
-        loads = [worker.session.load for worker in self.with_role("decode", "aggregated") if worker.usable]
+        workers = [worker for worker in self.with_role("decode", "aggregated") if worker.usable]
+        loads = [worker.session.load for worker in workers]
         return pb.Load(
             running=sum(load.running for load in loads),
             waiting=sum(load.waiting for load in loads),
             queued_tokens=sum(load.queued_tokens for load in loads),
             free_blocks=sum(load.free_blocks for load in loads),
             total_blocks=sum(load.total_blocks for load in loads),
+            pool_tokens=max((worker.record.pool_tokens for worker in workers), default=0),
         )
 
     async def run(self) -> None:

@@ -658,6 +658,7 @@ class Load(_message.Message):
     QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     FREE_BLOCKS_FIELD_NUMBER: _builtins.int
     TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
+    POOL_TOKENS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     queued_tokens: _builtins.int
@@ -665,6 +666,8 @@ class Load(_message.Message):
     free_blocks: _builtins.int
     """free + cached, that is: can be taken now"""
     total_blocks: _builtins.int
+    pool_tokens: _builtins.int
+    """of the largest pool: prompt and output of one request must fit in it"""
     def __init__(
         self,
         *,
@@ -673,10 +676,11 @@ class Load(_message.Message):
         queued_tokens: _builtins.int = ...,
         free_blocks: _builtins.int = ...,
         total_blocks: _builtins.int = ...,
+        pool_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_blocks", b"free_blocks", "queued_tokens", b"queued_tokens", "running", b"running", "total_blocks", b"total_blocks", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_blocks", b"free_blocks", "pool_tokens", b"pool_tokens", "queued_tokens", b"queued_tokens", "running", b"running", "total_blocks", b"total_blocks", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

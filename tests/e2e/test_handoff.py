@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
 
 from tests.e2e.client import complete, complete_all
@@ -76,3 +77,16 @@ def test_seeded_sampling_draws_the_same_tokens_everywhere(tmp_path_factory, mode
             assert other.token_ids != alone[0].token_ids
             cluster.assert_no_leak()
     assert answers["aggregated"] == answers["apart"] == answers["preempted"]
+
+
+def test_a_chat_without_max_tokens_fits_a_small_pool(tmp_path, model_dir) -> None:
+    """The rest of the context would not fit this pool; nobody asked for that much, so nobody is refused for it."""
+    with running(tmp_path, str(model_dir), worker_flags=("--block-size", "16", "--num-blocks", "40")) as cluster:
+        body = {"model": "test-model", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+        response = httpx.post(f"{cluster.url}/v1/chat/completions", json=body, timeout=60)
+        assert response.status_code == 200, response.text
+        assert response.json()["choices"][0]["finish_reason"] == "stop"
+        refused = httpx.post(f"{cluster.url}/v1/chat/completions", json={**body, "max_tokens": 5000}, timeout=60)
+        assert refused.status_code == 400
+        assert "pool" in refused.json()["error"]["message"]
+        cluster.assert_no_leak()

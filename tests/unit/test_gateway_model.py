@@ -106,6 +106,8 @@ def test_token_budget(tmp_path: Path) -> None:
     assert token_budget(model, 500, None, None, "messages") == 12
     assert token_budget(model, 500, None, 16, "prompt") == 12
     assert token_budget(model, 10, None, 16, "prompt") == 16
+    assert token_budget(model, 10, None, None, "messages", pool_tokens=100) == 90
+    assert token_budget(model, 10, 200, None, "messages", pool_tokens=100) == 200  # asked for: the worker refuses it
     assert token_budget(model, 500, 12, None, "messages") == 12
     for prompt_tokens, asked in ((500, 13), (512, None), (600, 1)):
         with pytest.raises(GatewayError) as caught:
