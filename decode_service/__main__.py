@@ -22,6 +22,8 @@ def main(
     metrics_port: config.MetricsPort = 0,
     redis: config.Redis = "redis://127.0.0.1:6379",
     advertised_host: config.AdvertisedHost = "",
+    device: config.Device = None,
+    gpu_memory_utilization: config.GpuMemoryUtilization = None,
     dtype: config.Dtype = None,
     block_size: config.BlockSize = None,
     num_blocks: config.NumBlocks = None,
@@ -49,6 +51,8 @@ def main(
             otlp_endpoint=otlp_endpoint,
             engine_module="decode_service.engine_main",
             engine_options=config.engine_options(
+                device=device,
+                gpu_memory_utilization=gpu_memory_utilization,
                 dtype=dtype,
                 block_size=block_size,
                 num_blocks=num_blocks,

@@ -62,6 +62,10 @@ AdvertisedHost = Annotated[str, typer.Option(help="The host as others reach it; 
 Port = Annotated[int, typer.Option(help="gRPC; 0 takes a free one.")]
 MetricsPort = Annotated[int, typer.Option(help="/metrics, /health, /live; 0 takes a free one.")]
 Redis = Annotated[str, typer.Option(help="redis://, rediss:// or unix://; where to register.")]
+Device = Annotated[str | None, typer.Option(help="cpu | cuda | cuda:N.")]
+GpuMemoryUtilization = Annotated[
+    float | None, typer.Option(help="CUDA: part of the memory for weights, activations and KV.")
+]
 Dtype = Annotated[str | None, typer.Option(help="auto | float32 | bfloat16 | float16: weights and KV.")]
 BlockSize = Annotated[int | None, typer.Option(help="Tokens a KV block.")]
 NumBlocks = Annotated[int | None, typer.Option(help="Blocks in the pool; else from --kv-cache-bytes.")]
