@@ -17,6 +17,7 @@ entries at other positions of a prompt's chain of hashes; ``match`` walks it onc
 
 from __future__ import annotations
 
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +30,9 @@ GUESS_TTL_S = 2.0
 MAX_GUESSES = 262_144
 """Blocks in one generation."""
 SWEEP_BLOCKS = 2000
+MAX_NAMED = 128
+"""Workers with a prefix of one length that ``match`` names: of more, at least half as many, by lot. Nobody looks at
+hundreds that are alike, and naming them would be the longest part of a decision."""
 
 
 class Outcome(Enum):
@@ -64,8 +68,9 @@ class Owner:
 class PrefixIndex:
     """Block ownership of the whole fleet."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, seed: int | None = None) -> None:
         self._clock = clock
+        self._random = random.Random(seed)
         self._owners: dict[bytes, int] = {}
         self._workers: dict[str, Owner] = {}
         self._positions: dict[str, tuple[int, int]] = {}
@@ -154,7 +159,8 @@ class PrefixIndex:
     # --- what the router asks ---
 
     def match(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """For each worker that has (or was just sent) the beginning of this chain: how many units of it."""
+        """For each worker that has (or was just sent) the beginning of this chain: how many units of it. Of very many
+        with the same, some (MAX_NAMED)."""
         self._turn_guesses()
         found: dict[str, int] = {}
         owners, new, old = self._owners.get, self._new_guesses.get, self._old_guesses.get
@@ -287,6 +293,8 @@ class PrefixIndex:
         return len(self._slots) - 1
 
     def _note(self, found: dict[str, int], bits: int, units: int) -> None:
+        while bits.bit_count() > MAX_NAMED:
+            bits = bits & self._random.getrandbits(bits.bit_length()) or bits
         while bits:
             low = bits & -bits
             owner = self._slots[low.bit_length() - 1]

@@ -178,9 +178,13 @@ def test_a_guess_counts_like_ownership_and_is_forgotten_by_itself() -> None:
 
 def test_a_thousand_owners_of_one_prefix() -> None:
     index = index_of(**{f"w{i}": CHAIN[: 1 + i % 8] for i in range(1000)})
-    found = index.match(CHAIN)
-    assert found == {f"w{i}": 1 + i % 8 for i in range(1000)}
+    everybody = {f"w{i}": 1 + i % 8 for i in range(1000)}
+    assert index.match(CHAIN) == everybody
     assert index.num_blocks == 8
+    named = index.match(CHAIN[:1])  # all have the same: some are named, others the next time
+    assert 32 <= len(named) <= 128
+    assert named.items() <= dict.fromkeys(everybody, 1).items()
+    assert named != index.match(CHAIN[:1])
     for i in range(0, 1000, 2):
         index.forget(f"w{i}")
     index.sweep(10_000)
