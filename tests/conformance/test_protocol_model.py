@@ -19,6 +19,8 @@ from tests.conformance.model import Scenario, Violation, World, require, search
 
 NETWORK = frozenset({"lose", "repeat", "reorder", "break"})
 SIDES = frozenset({"abort", "stop"})
+TWO_FOR_ONE = Scenario(requests=("r/1", "s/1"), room=1, faults=1, kinds=frozenset({"stop"}))
+RESTARTS = Scenario(requests=("r/1", "r/2"), faults=1, kinds=frozenset({"restart"}))
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,231 @@
+"""GB/s and idle CPU of the transfer backends between two processes of this host, beside memcpy and raw TCP, in one run.
+
+    python -m bench.transfer                      # OMP_NUM_THREADS=1, an otherwise quiet machine
+    python -m bench.transfer --only shm,ucx --repeats 5
+
+A window of four slots is sent round and round. "bytes only" is the backend alone, to compare with other libraries;
+"verified" adds what the engines do: a digest before, and one after, over header and payload. Median of the repeats.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import select
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from kv_transfer import backends
+from kv_transfer.backends.base import ChannelLost
+from kv_transfer.layout import make_layout
+from kv_transfer.segment import SealedSegment, digest, seal
+from kv_transfer.staging import StagingArena
+from pdserve.v1 import kv_pb2
+
+SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20, "128 MiB": 128 << 20}
+WINDOW = 4
+BYTES_AT_ONCE = 1 << 30
+MAX_SEGMENTS = 4000
+IDLE_S = 2.0
+TIMEOUT_S = 60.0
+SPAWN = multiprocessing.get_context("spawn")
+ME = kv_pb2.WorkerIdentity(worker_id="d", incarnation=1)
+LAYOUT = make_layout(
+    model_fingerprint="bench",
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=1,
+    hash_block_tokens=16,
+    block_size=16,
+    dtype="float32",
+)
+HELLO = kv_pb2.DataHello(
+    sender=kv_pb2.WorkerIdentity(worker_id="p", incarnation=1), layout=LAYOUT, receiver_incarnation=1
+)
+
+
+def count_of(size: int) -> int:
+    return max(12, min(MAX_SEGMENTS, BYTES_AT_ONCE // size))
+
+
+# ---- the receiving process
+
+
+def receive(conn: Connection, name: str, size: int) -> None:
+    """Says where it listens, then, for each measurement, when all of its segments have come."""
+    arena = StagingArena(WINDOW, size)
+    wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
+    receiver = backends.load(name).receiver(ME, LAYOUT, arena, lambda: os.eventfd_write(wake_fd, 1))
+    conn.send(receiver.listen("127.0.0.1", "127.0.0.1"))
+    while (command := conn.recv()) != "end":
+        if command == "idle":
+            conn.send(idle_cpu())
+            continue
+        count, verify = command
+        while count:
+            if not select.select([wake_fd], [], [], TIMEOUT_S)[0]:
+                raise TimeoutError(f"{name}: {count} segments are missing")
+            os.eventfd_read(wake_fd)
+            for arrived in receiver.poll():
+                if isinstance(arrived, ChannelLost):
+                    raise ConnectionError(arrived.reason)
+                if verify and digest(arrived.header_bytes, arrived.payload) != arrived.digest:
+                    raise ValueError(f"{name}: a segment is not what was sent")
+                arena.give_back(arrived.slot)
+                count -= 1
+        conn.send("all")
+    receiver.close()
+
+
+def receive_raw(conn: Connection, size: int) -> None:
+    """One TCP connection, blocking calls, no framing: what a socket can do from Python."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        conn.send(listener.getsockname()[1])
+        connected, _ = listener.accept()
+    views = [memoryview(bytearray(size)) for _ in range(WINDOW)]
+    while (command := conn.recv()) != "end":
+        for n in range(command[0]):
+            view = views[n % WINDOW]
+            while len(view):
+                view = view[connected.recv_into(view, 0, socket.MSG_WAITALL) :]
+        conn.send("all")
+
+
+def idle_cpu() -> float:
+    """Share of a core that this process uses while nothing happens."""
+    before_s = time.process_time()
+    time.sleep(IDLE_S)
+    return (time.process_time() - before_s) / IDLE_S
+
+
+# ---- the sending process
+
+
+def measure_backend(name: str, size: int, repeats: int) -> tuple[float, float, float]:
+    """GB/s of bytes only and verified; idle CPU of the busier side."""
+    conn, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=receive, args=(theirs, name, size), daemon=True)
+    process.start()
+    arena = StagingArena(WINDOW, size)
+    for index in range(WINDOW):
+        slot = arena.take(0.0)
+        assert slot is not None
+        slot.view[:] = os.urandom(1 << 10) * (size >> 10) if index == 0 else slot.view[:]
+        arena.give_back(slot)
+    sender = backends.load(name).sender(arena)
+    lost: list[str] = []
+    channel = sender.connect(answer(conn), HELLO, lost.append)
+    header = kv_pb2.SegmentHeader(transfer_id="bench", attempt=1, dtype="float32", token_end=1, payload_bytes=size)
+    unverified = SealedSegment(header.SerializeToString(), bytes(16), memoryview(b""))
+
+    def run(verify: bool) -> float:
+        count = count_of(size)
+        conn.send((count, verify))
+        since_s = time.perf_counter()
+        for _ in range(count):
+            slot = arena.take(TIMEOUT_S)
+            if slot is None or lost:
+                raise ConnectionError(f"{name}: {lost or 'no slot is free'}")
+            segment = seal(header, slot.view) if verify else SealedSegment(unverified.header, bytes(16), slot.view)
+            channel.send(segment, lambda error, slot=slot: arena.give_back(slot))  # type: ignore[misc]
+        answer(conn)
+        return size * count / (time.perf_counter() - since_s) / 1e9
+
+    run(verify=True)
+    rates = [statistics.median(run(verify) for _ in range(repeats)) for verify in (False, True)]
+    conn.send("idle")
+    idle = max(idle_cpu(), float(answer(conn)))
+    channel.close()
+    sender.close()
+    conn.send("end")
+    process.join(5)
+    process.kill()
+    return rates[0], rates[1], idle
+
+
+def measure_raw_tcp(size: int, repeats: int) -> float:
+    conn, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=receive_raw, args=(theirs, size), daemon=True)
+    process.start()
+    connected = socket.create_connection(("127.0.0.1", answer(conn)), TIMEOUT_S)
+    connected.settimeout(None)
+    views = [memoryview(bytearray(size)) for _ in range(WINDOW)]
+
+    def run() -> float:
+        count = count_of(size)
+        conn.send((count, False))
+        since_s = time.perf_counter()
+        for n in range(count):
+            connected.sendall(views[n % WINDOW])
+        answer(conn)
+        return size * count / (time.perf_counter() - since_s) / 1e9
+
+    run()
+    rate = statistics.median(run() for _ in range(repeats))
+    connected.close()
+    conn.send("end")
+    process.join(5)
+    process.kill()
+    return rate
+
+
+def measure_memcpy(size: int, repeats: int) -> float:
+    sources = [np.ones(size, np.uint8) for _ in range(WINDOW)]
+    targets = [np.zeros(size, np.uint8) for _ in range(WINDOW)]
+
+    def run() -> float:
+        count = count_of(size)
+        since_s = time.perf_counter()
+        for n in range(count):
+            np.copyto(targets[n % WINDOW], sources[n % WINDOW])
+        return size * count / (time.perf_counter() - since_s) / 1e9
+
+    run()
+    return statistics.median(run() for _ in range(repeats))
+
+
+def answer(conn: Connection) -> object:  # type: ignore[type-arg]
+    if not conn.poll(TIMEOUT_S):
+        raise TimeoutError("the receiving process says nothing")
+    return conn.recv()
+
+
+# ---- the table
+
+
+def main(
+    only: Annotated[str, typer.Option(help="Backends, separated by commas.")] = ",".join(backends.BACKENDS),
+    repeats: Annotated[int, typer.Option(help="Of each measurement.")] = 3,
+) -> None:
+    """GB/s of each way to move KV between two processes of this host."""
+    print(f"| path | {' | '.join(SIZES)} | idle CPU |")
+    print("| --- |" + " --- |" * (len(SIZES) + 1))
+    row("memcpy, one process", lambda size: measure_memcpy(size, repeats))
+    row("raw TCP, blocking", lambda size: measure_raw_tcp(size, repeats))
+    for name in only.split(","):
+        figures = [measure_backend(name, size, repeats) for size in SIZES.values()]
+        print_row(f"{name}, bytes only", [f[0] for f in figures], f"{max(f[2] for f in figures):.1%}")
+        print_row(f"{name}, verified", [f[1] for f in figures])
+    for module, title in (("nixl", "NIXL"), ("mooncake", "Mooncake")):
+        found = importlib.util.find_spec(module) is not None
+        print(f"| {title} | {'installed; see its own benchmark' if found else 'not installed'} |" + " |" * len(SIZES))
+
+
+def row(title: str, measure: Callable[[int], float]) -> None:
+    print_row(title, [measure(size) for size in SIZES.values()])
+
+
+def print_row(title: str, rates: list[float], idle: str = "") -> None:
+    print(f"| {title} | {' | '.join(f'{rate:.1f}' for rate in rates)} | {idle} |", flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
