@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from engine.core import EngineCore
 from engine.messages import AddRequest, FinishReason
+from tests.unit import test_core_handoff
 from tests.unit.fake_async_runner import batches_of, make_async_core
 from tests.unit.fake_runner import make_core, make_message, oracle
 from tests.unit.leaks import assert_no_leak, check_books
@@ -134,3 +135,8 @@ def test_the_configuration_turns_it_off() -> None:
     assert len(client.core.scheduler.requests["a"].output_token_ids) == 1
     synchronous = make_core()
     assert synchronous.config.async_scheduling
+
+
+def test_random_hand_offs_between_engines_that_launch_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_core_handoff, "make_core", make_async_core)
+    test_core_handoff.test_random_loads_aborts_and_delays()
