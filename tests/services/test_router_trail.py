@@ -66,7 +66,9 @@ async def test_every_span_ends_whatever_becomes_of_the_request(tmp_path: Path) -
                 while len(exporter.get_finished_spans()) < 3:  # noqa: ASYNC110  # filled by the router
                     await asyncio.sleep(0.01)
             assert errors(exporter.get_finished_spans()) == {"choose": None, "attempt 1": "client", "route": "client"}
-            contexts = {request.traceparent.rpartition("-")[0] for worker in fleet.workers.values() for request in worker.opened}
+            contexts = {
+                request.traceparent.rpartition("-")[0] for worker in fleet.workers.values() for request in worker.opened
+            }
             [attempt] = [span for span in exporter.get_finished_spans() if span.name == "attempt 1"]
             assert contexts == {f"00-{attempt.context.trace_id:032x}-{attempt.context.span_id:016x}"}
 
