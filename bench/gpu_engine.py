@@ -3,7 +3,7 @@
     python -m bench.gpu_engine --model llama-3.1-8b --output engine.json [--only prefill,decode,burst,prefix,trace]
 
 Random weights of the true shape, greedy unless said, output lengths fixed. Every prompt is new, so nothing is cached
-unless it says so. A decode row is the issue's definition: (time of n + 1 tokens - time of one token) / n, where both
+unless it says so. A decode row is (time of n + 1 tokens - time of one token) / n, where both
 runs find the prompts' KV in the prefix cache, so that prefill weighs little in either. Peers' figures are constants
 here; they were taken on an H200 (driver 580, CUDA 13.0, torch 2.11) with vLLM 0.26 and FlashAttention 3. Limit: the
 larger of bytes / 4.27 TB/s and flops / 700 TFLOP/s.
