@@ -18,7 +18,7 @@ from pdserve.v1 import inference_pb2 as pb
 from router.config import RouterConfig
 from router.policies.base import Choice, Policy, Pool, PromptInfo
 from router.prefix_index import PrefixIndex
-from router.prompt import ModelKind, RoutedPrompt
+from router.prompt import FIRST_UNITS, ModelKind, RoutedPrompt
 from router.workers import Worker, Workers
 
 MAX_GROUPS = 4096
@@ -149,7 +149,7 @@ class Placer:
         cached = {}
         known = self._workers.known
         for kind in self._usable_fleet().kinds:
-            for worker_id, units in self._index.match(prompt.hashes(kind)).items():
+            for worker_id, units in prompt.find_cached(kind, self._index).items():
                 worker = known.get(worker_id)
                 if worker is None or worker.session.peer is None:
                     continue
@@ -158,9 +158,9 @@ class Placer:
         return cached
 
     def _guess(self, prompt: RoutedPrompt, placement: Placement) -> None:
-        """Both workers will soon have all of the prompt."""
+        """Both workers will soon have all of the prompt; of a long one its beginning will do."""
         unit = placement.decode.record.hash_block_tokens
-        hashes = prompt.hashes(placement.decode.kind)
+        hashes = prompt.hashes(placement.decode.kind, FIRST_UNITS)
         self._index.guess(hashes, placement.decode_cached_tokens // unit, placement.decode.worker_id)
         if placement.prefill is not None:
             self._index.guess(hashes, placement.prefill_cached_tokens // unit, placement.prefill.worker_id)

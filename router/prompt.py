@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 
 from engine.block_hash import hash_tokens, root_hash
 from pdserve.v1 import inference_pb2 as pb
+from router.prefix_index import PrefixIndex
+
+FIRST_UNITS = 512
+MAX_STRIDE = 64
+"""Units in one block, at most, for which the rest of a prompt is looked at."""
 
 ModelKind = tuple[str, int]
 """Model fingerprint and hash_block_tokens: blocks of one kind of worker have names in common."""
@@ -38,10 +43,24 @@ class RoutedPrompt:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
-    def hashes(self, kind: ModelKind) -> list[bytes]:
-        """Of each full unit that a cache can help with: the last token is computed in any case."""
-        if kind not in self._hashes:
-            fingerprint, unit = kind
-            root = root_hash(fingerprint, self.cache_salt)
-            self._hashes[kind] = hash_tokens(self.token_ids, unit, root, 0, len(self.token_ids) - 1)
-        return self._hashes[kind]
+    def hashes(self, kind: ModelKind, max_units: int | None = None) -> list[bytes]:
+        """Of each full unit that a cache can help with: the last token is computed in any case. At least the first
+        ``max_units``, if there are so many."""
+        fingerprint, unit = kind
+        hashes = self._hashes.setdefault(kind, [])
+        end = len(self.token_ids) - 1
+        if max_units is not None:
+            end = min(end, max_units * unit)
+        if len(hashes) * unit + unit <= end:
+            parent = hashes[-1] if hashes else root_hash(fingerprint, self.cache_salt)
+            hashes += hash_tokens(self.token_ids, unit, parent, len(hashes) * unit, end)
+        return hashes
+
+    def find_cached(self, kind: ModelKind, index: PrefixIndex) -> dict[str, int]:
+        """Worker -> units of this prompt that it has. Hashing is the longest part of a decision, so the rest of a long
+        prompt is only hashed when somebody has all of its beginning."""
+        beginning = self.hashes(kind, FIRST_UNITS)
+        found = index.match(beginning)
+        if len(beginning) >= FIRST_UNITS and max(found.values(), default=0) > FIRST_UNITS - MAX_STRIDE:
+            found = index.match(self.hashes(kind))
+        return found

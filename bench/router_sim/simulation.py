@@ -26,9 +26,11 @@ from router.policies import make_policy
 from router.policies.base import Choice, Policy, Pool, PromptInfo
 from router.policies.load import WorkerLoad
 from router.prefix_index import PrefixIndex
+from router.prompt import FIRST_UNITS, RoutedPrompt
 
 EVENT_DELAY_S = 0.02
 REPORT_INTERVAL_S = 0.5
+FINGERPRINT = "simulated"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +77,7 @@ class SimRouter:
         self.index = PrefixIndex(clock)
         self.policy: Policy = make_policy(setup.policy)
         self._setup = setup
-        self._root = root_hash("simulated")
+        self._kind = (FINGERPRINT, setup.hash_block_tokens)
         self.views = {worker.worker_id: View(worker, setup.speed.pool_tokens) for worker in workers}
         for worker in workers:
             self.index.meet(worker.worker_id, setup.block_tokens // setup.hash_block_tokens)
@@ -86,8 +88,9 @@ class SimRouter:
         unit = self._setup.hash_block_tokens
         if not self.policy.uses_prefixes:
             return await self.policy.choose(PromptInfo(len(token_ids), 0, session), [self._pool])
-        hashes = hash_tokens(token_ids, unit, self._root, 0, len(token_ids) - 1)
-        units = self.index.match(hashes)
+        prompt = RoutedPrompt(token_ids=token_ids)
+        units = prompt.find_cached(self._kind, self.index)
+        hashes = prompt.hashes(self._kind, FIRST_UNITS)
         cached = {worker_id: found * unit for worker_id, found in units.items()}
         choice = await self.policy.choose(PromptInfo(len(token_ids), 0, session, cached), [self._pool])
         assert choice.prefill is not None
@@ -133,7 +136,7 @@ class Simulation:
         choice = await router.place(token_ids, request.session)
         self.outcome.decision_s.append(time.thread_time() - started_s)
         assert choice.prefill is not None
-        units = hash_tokens(token_ids, self._setup.hash_block_tokens, root_hash("simulated"))
+        units = hash_tokens(token_ids, self._setup.hash_block_tokens, root_hash(FINGERPRINT))
         stride = self._setup.block_tokens // self._setup.hash_block_tokens
         flight = Flight(self, request, choice.prefill, choice.decode, units[stride - 1 :: stride])
         flight.begin(self._now_s)
