@@ -18,7 +18,7 @@ import socket
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -198,7 +198,7 @@ def measure_memcpy(size: int, repeats: int) -> float:
     return max(run() for _ in range(repeats))
 
 
-def answer(conn: Connection) -> object:  # type: ignore[type-arg]
+def answer(conn: Connection) -> Any:
     if not conn.poll(TIMEOUT_S):
         raise TimeoutError("the receiving process says nothing")
     return conn.recv()

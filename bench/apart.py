@@ -1,0 +1,98 @@
+"""Prefill and decode apart against together, on the cores of this host: output tokens a second, TTFT, exposed transfer.
+
+    python -m bench.apart                       # each lane, then one aggregated worker, in one run
+    python -m bench.apart --lanes shm --streams 16
+
+Every cluster is started by ``pdserve up`` and measured by ``bench.serve`` with the same prompts. The exposed transfer
+is the gateway's phase of that name: from the end of the prefill until D had verified everything.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import httpx
+import typer
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.local_serve import local_cluster
+
+TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    tokens_per_s: float
+    ttft_s: float
+    """Median, one request at a time."""
+    exposed_s: float
+    """Mean, one request at a time."""
+
+
+def measure(up_flags: list[str], load: list[str], streams: int) -> Figures:
+    with local_cluster(up_flags) as url:
+        serve(url, load, requests=streams, streams=streams)  # warm: caches, kernels, channels
+        alone = serve(url, load, requests=8, streams=1, seed=2)
+        before = phase(url, "transfer")
+        serve(url, load, requests=8, streams=1, seed=3)
+        after = phase(url, "transfer")
+        together = serve(url, load, requests=3 * streams, streams=streams, seed=4)
+    count = after[1] - before[1]
+    exposed_s = (after[0] - before[0]) / count if count else 0.0
+    return Figures(together["output_throughput"], alone["median_ttft_ms"] / 1e3, exposed_s)
+
+
+def serve(url: str, load: list[str], *, requests: int, streams: int, seed: int = 1) -> dict[str, float]:
+    """Its results. Another seed is other prompts: nothing is found in a prefix cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "bench.serve", "--base-url", url, *load, "--num-prompts", str(requests)]
+        command += ["--max-concurrency", str(streams), "--seed", str(seed), "--ignore-eos"]
+        command += ["--save-result", "--result-dir", folder, "--result-filename", "result.json"]
+        subprocess.run(command, check=True, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL)
+        result: dict[str, float] = json.loads((Path(folder) / "result.json").read_text())
+        return result
+
+
+def phase(url: str, name: str) -> tuple[float, float]:
+    """Sum in seconds and count of a phase of TTFT."""
+    found = {"sum": 0.0, "count": 0.0}
+    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=10).text):
+        for sample in family.samples:
+            kind = sample.name.removeprefix("pdserve_ttft_phase_seconds_")
+            if kind in found and sample.labels.get("phase") == name:
+                found[kind] += sample.value
+    return found["sum"], found["count"]
+
+
+def main(
+    lanes: Annotated[str, typer.Option(help="Transfer backends, separated by commas.")] = "shm,tcp,ucx",
+    streams: Annotated[int, typer.Option(help="Requests at once for the throughput.")] = 16,
+    input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 256,
+    output_len: Annotated[int, typer.Option(help="Tokens of an output.")] = 64,
+) -> None:
+    """One prefill and one decode worker against one aggregated worker."""
+    load = ["--random-input-len", str(input_len), "--random-output-len", str(output_len)]
+    base = measure(["--aggregated"], load, streams)
+    print(f"| cluster | tok/s at {streams} | TTFT at 1 | exposed transfer |")
+    print("| --- | --- | --- | --- |")
+    print(f"| aggregated | {base.tokens_per_s:.0f} | {base.ttft_s * 1e3:.0f} ms | - |", flush=True)
+    for lane in lanes.split(","):
+        figures = measure(["--transfer", lane], load, streams)
+        rate, ttft = figures.tokens_per_s / base.tokens_per_s, figures.ttft_s / base.ttft_s
+        cells = [
+            f"1 prefill + 1 decode, {lane}",
+            f"{figures.tokens_per_s:.0f} ({rate:.2f}x)",
+            f"{figures.ttft_s * 1e3:.0f} ms ({ttft:.2f}x)",
+            f"{figures.exposed_s * 1e3:.1f} ms",
+        ]
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
