@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import random
 import shutil
 import socket
@@ -74,7 +75,8 @@ def pdserve_engine(model: str, dtype: str, streams: int, backend: str | None = N
     from engine.messages import AddRequest, SamplingParams
     from engine.model_runner import ModelRunner
 
-    config = EngineConfig(model=model, dtype=dtype)
+    # All cores, as the others take: not fewer because an engine of someone else's is at work on this machine.
+    config = EngineConfig(model=model, dtype=dtype, num_threads=len(os.sched_getaffinity(0)))
     core = EngineCore(config, ModelRunner(config, load_kernels(backend) if backend else None))
 
     def run(prompts: Prompts, output_tokens: int) -> list[list[float]]:
@@ -124,8 +126,21 @@ def llama_server_engine(model: str, dtype: str, streams: int) -> Run:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    cores = len(os.sched_getaffinity(0))
     server = subprocess.Popen(
-        ["llama-server", "-m", model, "--port", str(port), "-np", str(streams), "-c", str(1024 * streams)],
+        [
+            "llama-server",
+            "-m",
+            model,
+            "--port",
+            str(port),
+            "-np",
+            str(streams),
+            "-c",
+            str(1024 * streams),
+            "-t",
+            str(cores),
+        ],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
