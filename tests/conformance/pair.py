@@ -15,7 +15,7 @@ import torch
 from kv_transfer.protocol import Frame
 from tests.conformance.peers import DIM, HEADS, LAYERS, Config, Job, main
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 SPAWN = multiprocessing.get_context("spawn")
 
 Relay = Callable[[Frame], list[Frame]]
