@@ -15,6 +15,7 @@ service starts a new incarnation and fails this one's requests). ``main`` is in 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -115,6 +116,9 @@ class EngineProcess:
         die_with_parent(self._parent_pid)
         try:
             engine = build(self)
+            # What start-up made lives as long as the process: collections between steps need not look at it again.
+            gc.collect()
+            gc.freeze()
             signal.signal(signal.SIGTERM, self._on_sigterm)
             self._send(engine.ready)
             while not self._stopping:
