@@ -89,8 +89,8 @@ async def test_a_program_that_is_not_there_ends_the_start_too(tmp_path: Path) ->
 async def test_a_child_that_is_never_ready_is_named(tmp_path: Path) -> None:
     supervisor = Supervisor([server("fine", tmp_path), script("slow", tmp_path, "import time; time.sleep(60)")])
     try:
-        with pytest.raises(UpError, match=r"not ready within 1 s: slow \(.*slow\.log\)"):
-            await supervisor.start(timeout_s=1)
+        with pytest.raises(UpError, match=r"not ready within 6 s: slow \(.*slow\.log\)"):
+            await supervisor.start(timeout_s=6)
     finally:
         await supervisor.stop()
 
