@@ -440,7 +440,8 @@ async def test_a_client_that_does_not_read(model: ServedModel, router: FakeRoute
 
     def script(request: pb.GenerateRequest) -> Script:
         if request.cache_salt == "stalled":
-            return Script([longest] * 200_000, tokens_per_output=50)
+            # It stops before its end: an answer that is complete cannot be aborted any more.
+            return Script([longest] * 200_000, tokens_per_output=50, pause_after=199_950)
         return text_script(model, TEXT)(request)
 
     router.script = script
