@@ -108,4 +108,6 @@ def _logprobs(row: Floats, token_id: int, num_top: int) -> TokenLogprobs:
     num_top = min(num_top, len(row))
     ids = np.flatnonzero(row >= np.partition(row, len(row) - num_top)[-num_top])
     ids = ids[np.argsort(-row[ids], kind="stable")][:num_top]
-    return TokenLogprobs(logprob=logprob, top_token_ids=ids.tolist(), top_logprobs=(row[ids] - norm).tolist())
+    return TokenLogprobs(
+        logprob=logprob, top_token_ids=ids.tolist(), top_logprobs=(row[ids].astype(np.float64) - norm).tolist()
+    )
