@@ -4,7 +4,7 @@
 PYTHON_BIN := .venv/bin
 CORES := $(shell nproc)
 
-.PHONY: up test check test-gpu bench proto fmt clean help
+.PHONY: up test check test-gpu sanitize-gpu bench proto fmt clean help
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 12
@@ -18,6 +18,9 @@ test: .venv/dev.stamp  ## every test that needs no GPU
 
 test-gpu: .venv/dev.stamp  ## the tests of the GPU kernels
 	$(PYTHON_BIN)/python -m pytest -m gpu $(ARGS)
+
+sanitize-gpu: .venv/dev.stamp  ## the GPU kernels at tiny sizes under compute-sanitizer
+	scripts/sanitize_gpu.sh $(PYTHON_BIN)/python
 
 check: .venv/dev.stamp  ## lint, format, types, who imports whom, generated code
 	$(PYTHON_BIN)/ruff check .

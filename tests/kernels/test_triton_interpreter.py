@@ -19,7 +19,7 @@ FAMILIES = ("decode", "prefill", "cascade", "between", "skinny", "sampling", "kv
 def test_interpreted_kernels_agree_with_float64(family: str) -> None:
     # The interpreter has to be chosen before triton is imported, hence a process of its own.
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.kernels.triton_checks", family]
+    command = [sys.executable, "-m", "tests.kernels.triton_checks", "cpu", family]
     result = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
     )

@@ -329,12 +329,22 @@ def _tiny(device: torch.device) -> dict[str, Callable[[], None]]:
         check_kv_pack(device, f32, 20, 8, (5, 40))
         check_kv_pack(device, torch.bfloat16, 16, 16, (0, 33))
 
-    checks = (decode, prefill, cascade, between, skinny, sampling, kv_pack)
+    def hopper() -> None:
+        """The kernels that only the device runs: TMA, mbarriers, wgmma."""
+        bf16 = torch.bfloat16
+        check_prefill(device, bf16, [200, 1, 70], [70, 1, 70], (4, 2, 128), 64, portable=False)
+        check_prefill(device, bf16, [90, 33], [33, 33], (4, 2, 128), 16, 20, portable=False)
+        check_cascade(device, bf16, (4, 2, 128), 64, (4, 7), portable=False)
+        check_skinny(device, bf16, (3, 100, 512), SkinnyTiling(64, 256, tma=True, num_stages=4))
+
+    checks = (decode, prefill, cascade, between, skinny, sampling, kv_pack, hopper)
     return {check.__name__: check for check in checks}
 
 
 FAMILIES = ("decode", "prefill", "cascade", "between", "skinny", "sampling", "kv_pack")
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # DEVICE FAMILY ...
     torch.manual_seed(0)
-    _tiny(torch.device("cpu"))[sys.argv[1]]()
+    for family in sys.argv[2:]:
+        _tiny(torch.device(sys.argv[1]))[family]()
+        print(f"{family}: agrees with float64", flush=True)
