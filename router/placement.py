@@ -161,9 +161,10 @@ class Placer:
         """Both workers will soon have all of the prompt; of a long one its beginning will do."""
         unit = placement.decode.record.hash_block_tokens
         hashes = prompt.hashes(placement.decode.kind, FIRST_UNITS)
-        self._index.guess(hashes, placement.decode_cached_tokens // unit, placement.decode.worker_id)
-        if placement.prefill is not None:
-            self._index.guess(hashes, placement.prefill_cached_tokens // unit, placement.prefill.worker_id)
+        decode, prefill = placement.decode, placement.prefill
+        self._index.guess(hashes, placement.decode_cached_tokens // unit, decode.worker_id, decode.stride)
+        if prefill is not None:
+            self._index.guess(hashes, placement.prefill_cached_tokens // unit, prefill.worker_id, prefill.stride)
 
     def _candidates(self, num_tokens: int, avoid: Collection[WorkerKey]) -> tuple[list[Pool[Worker]], str]:
         """Pools of those that can take the request, and why they have no prefill workers, if so."""

@@ -123,6 +123,8 @@ class PrefixIndex:
         """Of the worker nothing is known but what follows by ``add``: its blocks after event ``seq``."""
         owner = self._workers[worker_id]
         self._clear(owner)
+        if owner.incarnation not in (0, incarnation) and (self._new_guesses or self._old_guesses):
+            self._renew_slot(owner)  # those guesses were about the older one
         owner.incarnation = incarnation
         self._positions[worker_id] = (incarnation, seq)
 
@@ -183,11 +185,12 @@ class PrefixIndex:
                 self._note(found, alive, end)
         return found
 
-    def guess(self, hashes: Sequence[bytes], known_units: int, worker_id: str) -> None:
-        """The worker is sent a prompt with this chain, of which it has ``known_units``; soon it will have it all."""
-        owner = self._workers.get(worker_id)
-        if owner is None:
-            return
+    def guess(self, hashes: Sequence[bytes], known_units: int, worker_id: str, stride: int) -> None:
+        """The worker is sent a prompt with this chain, of which it has ``known_units``; soon it will have it all. It may
+        be one that nobody has introduced yet."""
+        if worker_id not in self._workers:
+            self.meet(worker_id, stride)
+        owner = self._workers[worker_id]
         self._turn_guesses()
         bit, stride, guesses = owner.bit, owner.stride, self._new_guesses
         if len(guesses) >= MAX_GUESSES:
@@ -268,12 +271,16 @@ class PrefixIndex:
         self._owners[name] = last.bit if last is not None and last.bit == left else left
 
     def _clear(self, owner: Owner) -> None:
+        """Guesses about a worker that had nothing stay: it was sent those prompts, whatever its first words are."""
+        if owner.blocks:
+            self._renew_slot(owner)
+
+    def _renew_slot(self, owner: Owner) -> None:
         """O(1): the blocks are left to ``sweep``, and guesses about the old slot mean nothing any more."""
-        if owner.blocks or self._new_guesses or self._old_guesses:
-            self._doom(owner)
-            owner.blocks = set()
-            owner.take_slot(self._new_slot())
-            self._admit(owner)
+        self._doom(owner)
+        owner.blocks = set()
+        owner.take_slot(self._new_slot())
+        self._admit(owner)
 
     def _admit(self, owner: Owner) -> None:
         self._slots[owner.slot] = owner

@@ -79,8 +79,9 @@ class SimRouter:
         self._setup = setup
         self._kind = (FINGERPRINT, setup.hash_block_tokens)
         self.views = {worker.worker_id: View(worker, setup.speed.pool_tokens) for worker in workers}
+        self._stride = setup.block_tokens // setup.hash_block_tokens
         for worker in workers:
-            self.index.meet(worker.worker_id, setup.block_tokens // setup.hash_block_tokens)
+            self.index.meet(worker.worker_id, self._stride)
         views = list(self.views.values())
         self._pool = Pool(views[: setup.prefills], views[setup.prefills :])
 
@@ -95,7 +96,7 @@ class SimRouter:
         choice = await self.policy.choose(PromptInfo(len(token_ids), 0, session, cached), [self._pool])
         assert choice.prefill is not None
         for view in (choice.prefill, choice.decode):
-            self.index.guess(hashes, units.get(view.worker_id, 0), view.worker_id)
+            self.index.guess(hashes, units.get(view.worker_id, 0), view.worker_id, self._stride)
         return choice
 
 

@@ -112,7 +112,7 @@ class OwnershipMachine(RuleBasedStateMachine):
                 assert owner in router.index.worker_ids()
                 assert 0 < units <= len(hashes)
                 assert units % BLOCK_TOKENS[owner] == 0
-            router.index.guess(hashes, 0, worker_id)
+            router.index.guess(hashes, 0, worker_id, BLOCK_TOKENS[worker_id])
 
     @rule()
     def be_quiet(self) -> None:

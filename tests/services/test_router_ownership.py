@@ -80,19 +80,16 @@ async def test_another_model_or_tenant_has_other_names(valkey: RedisProcess, own
         assert fleet.router.index.match(hashes(PROMPT, "model-b")) == {}
 
 
-async def test_requests_soon_after_with_one_new_prefix_stay_together(valkey: RedisProcess) -> None:
-    """Nobody has published anything yet; the first choice is a guess for those that follow.
-
-    One after the other: while one is computed, waiting for it costs as much as computing the prefix again.
-    """
+@pytest.mark.parametrize("count", [3, 12])
+async def test_a_burst_with_one_new_prefix_stays_together(valkey: RedisProcess, count: int) -> None:
+    """Nobody has published anything yet, and the workers were met just now: the first choice is a guess for those that
+    come with it, and it outlives the router's first look at what the workers own."""
     async with running_fleet(valkey, policy="prefix_aware") as fleet:
         workers = await four_workers(fleet)
         for worker in workers:
-            worker.behaviour = Behaviour(first_token_s=0.2)
-        await asyncio.sleep(1.5)  # a worker's first catch-up forgets the guesses about it
-        for i in range(3):
-            await fleet.ask(1, prompt=[*PROMPT, i])
-        assert sorted(len(worker.opened) for worker in workers[:2]) == [0, 3]
+            worker.behaviour = Behaviour(first_token_s=0.5)
+        await asyncio.gather(*(fleet.ask(1, prompt=[*PROMPT, i]) for i in range(count)))
+        assert sorted(len(worker.opened) for worker in workers[:2]) == [0, count]
 
 
 async def test_a_new_incarnation_of_a_worker_owns_nothing(valkey: RedisProcess, ownership: Ownership) -> None:

@@ -108,6 +108,20 @@ async def test_a_hot_prefix_spreads_over_as_many_workers_as_it_needs() -> None:
     assert prefills.most_common(1)[0][1] > 20  # yet the first ones went to the owner
 
 
+async def test_a_burst_waits_for_its_first_one_until_the_wait_is_longer_than_the_work_it_saves() -> None:
+    """While the first one is computed, the second is there as soon if it computes the prefix again: but then that work
+    is wasted. Owner's queue: the prefix, and 50 tokens and a step for each before."""
+    for prefix_tokens, least, most in ((500, 4, 16), (2000, 16, 64), (8000, 64, 256)):
+        prompts = [(prefix_tokens + 50, "new")] * 300
+        owned: list[str] = []
+        for count in range(1, 301):
+            prefills, _ = await route(Pool(sims("p", 4), sims("d", 4)), prompts[:count], PrefixAware(seed=1))
+            owned = sorted(prefills)
+            if len(owned) > 1:
+                break
+        assert least <= count <= most, prefix_tokens
+
+
 async def test_a_cold_crowd_beside_a_hot_prefix_is_spread_evenly() -> None:
     prompts = [(1050, "hot") if i % 2 else (1050, f"cold{i}") for i in range(200)]
     _, decodes = await route(Pool(sims("p", 5), sims("d", 5)), prompts, PrefixAware(seed=3))

@@ -64,7 +64,7 @@ def test_workers_with_other_block_sizes_share_the_unit() -> None:
     assert index.match(CHAIN) == {"small": 8, "double": 8, "large": 8}
     assert index.match(CHAIN[:7]) == {"small": 7, "double": 6, "large": 4}
     assert index.match(CHAIN[:1]) == {"small": 1}
-    index.guess([name(100 + i) for i in range(8)], 0, "large")
+    index.guess([name(100 + i) for i in range(8)], 0, "large", 4)
     assert index.match([name(100 + i) for i in range(8)]) == {"large": 8}
 
 
@@ -143,7 +143,7 @@ def test_a_slot_is_not_given_away_before_it_is_swept_and_guesses_about_it_are_ov
     index = PrefixIndex(clock)
     index.meet("a", 1)
     index.apply("a", first(stored(*CHAIN)))
-    index.guess(CHAIN, 0, "a")
+    index.guess(CHAIN, 0, "a", 1)
     index.forget("a")
     index.meet("b", 1)
     assert index.match(CHAIN) == {}
@@ -163,17 +163,33 @@ def test_a_guess_counts_like_ownership_and_is_forgotten_by_itself() -> None:
     index.meet("b", 1)
     index.apply("a", first(stored(*CHAIN[:2])))
     index.match(CHAIN)
-    index.guess(CHAIN[:6], 2, "a")
+    index.guess(CHAIN[:6], 2, "a", 1)
     assert index.match(CHAIN) == {"a": 6}
     clock.now_s += 0.9 * GUESS_TTL_S
-    index.guess(CHAIN, 0, "b")
+    index.guess(CHAIN, 0, "b", 1)
     assert index.match(CHAIN) == {"a": 6, "b": 8}
     clock.now_s += GUESS_TTL_S
     assert index.match(CHAIN)["b"] == 8
     clock.now_s += 2 * GUESS_TTL_S
     assert index.match(CHAIN) == {"a": 2}
-    index.guess(CHAIN, 0, "unknown")
-    assert index.match(CHAIN) == {"a": 2}
+
+
+def test_guesses_outlive_the_first_words_of_a_worker_and_not_a_new_incarnation() -> None:
+    index = PrefixIndex(Clock())
+    index.guess(CHAIN, 0, "a", 1)  # nobody has introduced it
+    assert index.match(CHAIN) == {"a": 8}
+    assert not index.meet("a", 1)
+    index.begin("a", 1, 0)  # an empty snapshot
+    assert index.match(CHAIN) == {"a": 8}
+    index.apply("a", first(stored(*CHAIN[:2])))
+    assert index.match(CHAIN) == {"a": 8}
+    index.begin("a", 1, 2)
+    index.add("a", CHAIN[:2])
+    assert index.match(CHAIN) == {"a": 2}  # what it had is replaced; a guess is not worth the search for it
+    index.guess(CHAIN, 0, "a", 1)
+    index.apply("a", first(incarnation=2))
+    assert index.match(CHAIN) == {}
+    index.check_invariants()
 
 
 def test_a_thousand_owners_of_one_prefix() -> None:
