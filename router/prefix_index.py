@@ -186,8 +186,8 @@ class PrefixIndex:
         return found
 
     def guess(self, hashes: Sequence[bytes], known_units: int, worker_id: str, stride: int) -> None:
-        """The worker is sent a prompt with this chain, of which it has ``known_units``; soon it will have it all. It may
-        be one that nobody has introduced yet."""
+        """The worker is sent a prompt with this chain, of which it has ``known_units``; soon it will have it all. It
+        may be one that nobody has introduced yet."""
         if worker_id not in self._workers:
             self.meet(worker_id, stride)
         owner = self._workers[worker_id]
