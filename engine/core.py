@@ -41,6 +41,8 @@ from engine.messages import (
 from engine.request import Request, RequestStatus
 from engine.scheduler import Scheduler
 
+DRAINING = "this worker is draining: use another one"
+
 
 class KVMemory(Protocol):
     """What the core asks of ``KVCache``."""
@@ -133,6 +135,11 @@ class EngineCore:
             text = "two requests came with this id: use an id once"
             self._end_open(existing, FinishReason.ERROR, error_code=ErrorCode.INVALID_REQUEST, error_message=text)
             return
+        if self.draining:
+            self._news.append(
+                RequestOutput(request_id=message.request_id, finish_reason=FinishReason.ABORT, error_message=DRAINING)
+            )
+            return
         refusal = find_refusal(message, self.limits) or self._refuse_now(message)
         if refusal is not None:
             self._news.append(
@@ -161,8 +168,10 @@ class EngineCore:
                 self._end_open(request, FinishReason.ABORT, error_message=f"aborted: {reason}")
 
     def drain(self) -> None:
-        """Finish what is here, refuse what comes."""
+        """Finish what has begun; hand back (as aborted) what has not, and what comes."""
         self.draining = True
+        for request in self.scheduler.not_begun():
+            self._end_open(request, FinishReason.ABORT, error_message=DRAINING)
 
     # --- steps ---
 
@@ -312,8 +321,6 @@ class EngineCore:
             self._fail(request, code, message, retryable)
 
     def _refuse_now(self, message: AddRequest) -> Refusal | None:
-        if self.draining:
-            return Refusal(ErrorCode.OVERLOADED, "this worker is draining: use another one", retryable=True)
         limit = self.config.max_waiting_requests
         if self.scheduler.num_queued >= limit:
             return Refusal(

@@ -128,7 +128,7 @@ class PeerLost(msgspec.Struct, tag="peer_lost"):
 
 
 class Drain(msgspec.Struct, tag="drain"):
-    """Finish what runs, refuse what comes."""
+    """Finish what has begun; what has not, and what comes, ends as aborted: its sender may have it done elsewhere."""
 
 
 class SendKVSnapshot(msgspec.Struct, tag="kv_snapshot"):

@@ -118,6 +118,11 @@ class Scheduler:
         deadlines = [self._deadlines[0][0]] if self._deadlines else []
         return min(deadlines + ([desk_s] if desk_s is not None else []), default=None)
 
+    def not_begun(self) -> list[Request]:
+        """Requests that hold nothing and computed nothing here: others may have them at no loss."""
+        waits = (RequestStatus.WAITING, RequestStatus.WAITING_FOR_KV)
+        return [request for request in self.requests.values() if request.status in waits and not request.block_table]
+
     def has_work(self) -> bool:
         """False when schedule() could not give any request a token nor ask for a ticket."""
         if self.running:

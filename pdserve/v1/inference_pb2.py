@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.v1 import kv_pb2 as pdserve_dot_v1_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apdserve/v1/inference.proto\x12\npdserve.v1\x1a\x13pdserve/v1/kv.proto\"\x9a\x03\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05top_k\x18\x04 \x01(\x05\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12=\n\nlogit_bias\x18\t \x03(\x0b\x32).pdserve.v1.SamplingParams.LogitBiasEntry\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x15\n\x08logprobs\x18\x0b \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nmin_tokens\x18\r \x01(\r\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0b\n\t_logprobs\"\x98\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x15\n\routput_so_far\x18\x03 \x03(\r\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x11\n\ttimeout_s\x18\x05 \x01(\x01\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\r\n\x05group\x18\x08 \x01(\t\x12$\n\x07handoff\x18\t \x01(\x0b\x32\x13.pdserve.v1.Handoff\x12\x0f\n\x07session\x18\n \x01(\t\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\"\xc0\x01\n\x07Handoff\x12&\n\x04side\x18\x01 \x01(\x0e\x32\x18.pdserve.v1.Handoff.Side\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12(\n\x04peer\x18\x04 \x01(\x0b\x32\x1a.pdserve.v1.WorkerIdentity\"=\n\x04Side\x12\x14\n\x10SIDE_UNSPECIFIED\x10\x00\x12\r\n\tSIDE_SEND\x10\x01\x12\x10\n\x0cSIDE_RECEIVE\x10\x02\"M\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"i\n\x07\x46\x61ilure\x12#\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x15.pdserve.v1.ErrorCode\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\"\x86\x01\n\x06\x46inish\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12$\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x13.pdserve.v1.Failure\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_stop_token_id\"\xae\x01\n\x06Phases\x12\x0f\n\x07route_s\x18\x01 \x01(\x01\x12\x17\n\x0fprefill_queue_s\x18\x02 \x01(\x01\x12\x16\n\x0ehandoff_wait_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\x12\x12\n\ntransfer_s\x18\x05 \x01(\x01\x12\x10\n\x08worker_s\x18\x06 \x01(\x01\x12\x10\n\x08router_s\x18\x07 \x01(\x01\x12\x17\n\x0fhandoff_relay_s\x18\x08 \x01(\x01\"O\n\x08Transfer\x12\x0c\n\x04lane\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\"\xb4\x01\n\x05Route\x12\x0e\n\x06router\x18\x01 \x01(\t\x12+\n\x08\x61ttempts\x18\x02 \x03(\x0b\x32\x19.pdserve.v1.Route.Attempt\x1an\n\x07\x41ttempt\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x0f\n\x07start_s\x18\x03 \x01(\x01\x12\x12\n\nduration_s\x18\x04 \x01(\x01\x12\x0f\n\x07\x66\x61ilure\x18\x05 \x01(\t\"\xfd\x02\n\x06Output\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.pdserve.v1.TokenLogprobs\x12\"\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.Finish\x12\'\n\x06phases\x18\x05 \x01(\x0b\x32\x12.pdserve.v1.PhasesH\x00\x88\x01\x01\x12\x1a\n\rcached_tokens\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x1b\n\x0esent_kv_tokens\x18\x07 \x01(\rH\x02\x88\x01\x01\x12+\n\x08transfer\x18\x08 \x01(\x0b\x32\x14.pdserve.v1.TransferH\x03\x88\x01\x01\x12%\n\x05route\x18\t \x01(\x0b\x32\x11.pdserve.v1.RouteH\x04\x88\x01\x01\x42\t\n\x07_phasesB\x10\n\x0e_cached_tokensB\x11\n\x0f_sent_kv_tokensB\x0b\n\t_transferB\x08\n\x06_route\"+\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x7f\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x15\n\rqueued_tokens\x18\x03 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x05 \x01(\r\x12\x13\n\x0bpool_tokens\x18\x06 \x01(\r\"\x85\x01\n\x0b\x43lientFrame\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.pdserve.v1.WorkerIdentity\x12)\n\x04open\x18\x02 \x03(\x0b\x32\x1b.pdserve.v1.GenerateRequest\x12 \n\x05\x61\x62ort\x18\x03 \x03(\x0b\x32\x11.pdserve.v1.Abort\"\x8f\x01\n\x0bServerFrame\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.pdserve.v1.WorkerIdentity\x12#\n\x07outputs\x18\x02 \x03(\x0b\x32\x12.pdserve.v1.Output\x12\x1e\n\x04load\x18\x03 \x01(\x0b\x32\x10.pdserve.v1.Load\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08*\xac\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x12\x19\n\x15\x46INISH_REASON_TIMEOUT\x10\x05*\xf2\x02\n\tErrorCode\x12\x1a\n\x16\x45RROR_CODE_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x45RROR_CODE_INVALID_REQUEST\x10\x01\x12&\n\"ERROR_CODE_CONTEXT_LENGTH_EXCEEDED\x10\x02\x12\x1f\n\x1b\x45RROR_CODE_PROMPT_TOO_LARGE\x10\x03\x12\x19\n\x15\x45RROR_CODE_OVERLOADED\x10\x04\x12\x19\n\x15\x45RROR_CODE_NO_WORKERS\x10\x05\x12\x1a\n\x16\x45RROR_CODE_WORKER_LOST\x10\x06\x12\x1d\n\x19\x45RROR_CODE_HANDOFF_FAILED\x10\x07\x12 \n\x1c\x45RROR_CODE_DEADLINE_EXCEEDED\x10\x08\x12\x16\n\x12\x45RROR_CODE_ABORTED\x10\t\x12\x1c\n\x18\x45RROR_CODE_SLOW_CONSUMER\x10\n\x12\x17\n\x13\x45RROR_CODE_INTERNAL\x10\x0b\x32M\n\nGeneration\x12?\n\x07Session\x12\x17.pdserve.v1.ClientFrame\x1a\x17.pdserve.v1.ServerFrame(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apdserve/v1/inference.proto\x12\npdserve.v1\x1a\x13pdserve/v1/kv.proto\"\x9a\x03\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05top_k\x18\x04 \x01(\x05\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12=\n\nlogit_bias\x18\t \x03(\x0b\x32).pdserve.v1.SamplingParams.LogitBiasEntry\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x15\n\x08logprobs\x18\x0b \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nmin_tokens\x18\r \x01(\r\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0b\n\t_logprobs\"\xb3\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x15\n\routput_so_far\x18\x03 \x03(\r\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x11\n\ttimeout_s\x18\x05 \x01(\x01\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\r\n\x05group\x18\x08 \x01(\t\x12$\n\x07handoff\x18\t \x01(\x0b\x32\x13.pdserve.v1.Handoff\x12\x0f\n\x07session\x18\n \x01(\t\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\x19\n\x11model_fingerprint\x18\x0c \x01(\t\"\xc0\x01\n\x07Handoff\x12&\n\x04side\x18\x01 \x01(\x0e\x32\x18.pdserve.v1.Handoff.Side\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12(\n\x04peer\x18\x04 \x01(\x0b\x32\x1a.pdserve.v1.WorkerIdentity\"=\n\x04Side\x12\x14\n\x10SIDE_UNSPECIFIED\x10\x00\x12\r\n\tSIDE_SEND\x10\x01\x12\x10\n\x0cSIDE_RECEIVE\x10\x02\"M\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"i\n\x07\x46\x61ilure\x12#\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x15.pdserve.v1.ErrorCode\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\"\x86\x01\n\x06\x46inish\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12$\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x13.pdserve.v1.Failure\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_stop_token_id\"\xae\x01\n\x06Phases\x12\x0f\n\x07route_s\x18\x01 \x01(\x01\x12\x17\n\x0fprefill_queue_s\x18\x02 \x01(\x01\x12\x16\n\x0ehandoff_wait_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\x12\x12\n\ntransfer_s\x18\x05 \x01(\x01\x12\x10\n\x08worker_s\x18\x06 \x01(\x01\x12\x10\n\x08router_s\x18\x07 \x01(\x01\x12\x17\n\x0fhandoff_relay_s\x18\x08 \x01(\x01\"O\n\x08Transfer\x12\x0c\n\x04lane\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\"\xb4\x01\n\x05Route\x12\x0e\n\x06router\x18\x01 \x01(\t\x12+\n\x08\x61ttempts\x18\x02 \x03(\x0b\x32\x19.pdserve.v1.Route.Attempt\x1an\n\x07\x41ttempt\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x0f\n\x07start_s\x18\x03 \x01(\x01\x12\x12\n\nduration_s\x18\x04 \x01(\x01\x12\x0f\n\x07\x66\x61ilure\x18\x05 \x01(\t\"\x98\x03\n\x06Output\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.pdserve.v1.TokenLogprobs\x12\"\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.Finish\x12\'\n\x06phases\x18\x05 \x01(\x0b\x32\x12.pdserve.v1.PhasesH\x00\x88\x01\x01\x12\x1a\n\rcached_tokens\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x1b\n\x0esent_kv_tokens\x18\x07 \x01(\rH\x02\x88\x01\x01\x12+\n\x08transfer\x18\x08 \x01(\x0b\x32\x14.pdserve.v1.TransferH\x03\x88\x01\x01\x12%\n\x05route\x18\t \x01(\x0b\x32\x11.pdserve.v1.RouteH\x04\x88\x01\x01\x12\x19\n\x11model_fingerprint\x18\n \x01(\tB\t\n\x07_phasesB\x10\n\x0e_cached_tokensB\x11\n\x0f_sent_kv_tokensB\x0b\n\t_transferB\x08\n\x06_route\"+\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x7f\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x15\n\rqueued_tokens\x18\x03 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x05 \x01(\r\x12\x13\n\x0bpool_tokens\x18\x06 \x01(\r\"\x85\x01\n\x0b\x43lientFrame\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.pdserve.v1.WorkerIdentity\x12)\n\x04open\x18\x02 \x03(\x0b\x32\x1b.pdserve.v1.GenerateRequest\x12 \n\x05\x61\x62ort\x18\x03 \x03(\x0b\x32\x11.pdserve.v1.Abort\"\x8f\x01\n\x0bServerFrame\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.pdserve.v1.WorkerIdentity\x12#\n\x07outputs\x18\x02 \x03(\x0b\x32\x12.pdserve.v1.Output\x12\x1e\n\x04load\x18\x03 \x01(\x0b\x32\x10.pdserve.v1.Load\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08*\xac\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x12\x19\n\x15\x46INISH_REASON_TIMEOUT\x10\x05*\xf2\x02\n\tErrorCode\x12\x1a\n\x16\x45RROR_CODE_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x45RROR_CODE_INVALID_REQUEST\x10\x01\x12&\n\"ERROR_CODE_CONTEXT_LENGTH_EXCEEDED\x10\x02\x12\x1f\n\x1b\x45RROR_CODE_PROMPT_TOO_LARGE\x10\x03\x12\x19\n\x15\x45RROR_CODE_OVERLOADED\x10\x04\x12\x19\n\x15\x45RROR_CODE_NO_WORKERS\x10\x05\x12\x1a\n\x16\x45RROR_CODE_WORKER_LOST\x10\x06\x12\x1d\n\x19\x45RROR_CODE_HANDOFF_FAILED\x10\x07\x12 \n\x1c\x45RROR_CODE_DEADLINE_EXCEEDED\x10\x08\x12\x16\n\x12\x45RROR_CODE_ABORTED\x10\t\x12\x1c\n\x18\x45RROR_CODE_SLOW_CONSUMER\x10\n\x12\x17\n\x13\x45RROR_CODE_INTERNAL\x10\x0b\x32M\n\nGeneration\x12?\n\x07Session\x12\x17.pdserve.v1.ClientFrame\x1a\x17.pdserve.v1.ServerFrame(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,44 +34,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2559
-  _globals['_FINISHREASON']._serialized_end=2731
-  _globals['_ERRORCODE']._serialized_start=2734
-  _globals['_ERRORCODE']._serialized_end=3104
+  _globals['_FINISHREASON']._serialized_start=2613
+  _globals['_FINISHREASON']._serialized_end=2785
+  _globals['_ERRORCODE']._serialized_start=2788
+  _globals['_ERRORCODE']._serialized_end=3158
   _globals['_SAMPLINGPARAMS']._serialized_start=64
   _globals['_SAMPLINGPARAMS']._serialized_end=474
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=413
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=461
   _globals['_GENERATEREQUEST']._serialized_start=477
-  _globals['_GENERATEREQUEST']._serialized_end=757
-  _globals['_HANDOFF']._serialized_start=760
-  _globals['_HANDOFF']._serialized_end=952
-  _globals['_HANDOFF_SIDE']._serialized_start=891
-  _globals['_HANDOFF_SIDE']._serialized_end=952
-  _globals['_TOKENLOGPROBS']._serialized_start=954
-  _globals['_TOKENLOGPROBS']._serialized_end=1031
-  _globals['_FAILURE']._serialized_start=1033
-  _globals['_FAILURE']._serialized_end=1138
-  _globals['_FINISH']._serialized_start=1141
-  _globals['_FINISH']._serialized_end=1275
-  _globals['_PHASES']._serialized_start=1278
-  _globals['_PHASES']._serialized_end=1452
-  _globals['_TRANSFER']._serialized_start=1454
-  _globals['_TRANSFER']._serialized_end=1533
-  _globals['_ROUTE']._serialized_start=1536
-  _globals['_ROUTE']._serialized_end=1716
-  _globals['_ROUTE_ATTEMPT']._serialized_start=1606
-  _globals['_ROUTE_ATTEMPT']._serialized_end=1716
-  _globals['_OUTPUT']._serialized_start=1719
-  _globals['_OUTPUT']._serialized_end=2100
-  _globals['_ABORT']._serialized_start=2102
-  _globals['_ABORT']._serialized_end=2145
-  _globals['_LOAD']._serialized_start=2147
-  _globals['_LOAD']._serialized_end=2274
-  _globals['_CLIENTFRAME']._serialized_start=2277
-  _globals['_CLIENTFRAME']._serialized_end=2410
-  _globals['_SERVERFRAME']._serialized_start=2413
-  _globals['_SERVERFRAME']._serialized_end=2556
-  _globals['_GENERATION']._serialized_start=3106
-  _globals['_GENERATION']._serialized_end=3183
+  _globals['_GENERATEREQUEST']._serialized_end=784
+  _globals['_HANDOFF']._serialized_start=787
+  _globals['_HANDOFF']._serialized_end=979
+  _globals['_HANDOFF_SIDE']._serialized_start=918
+  _globals['_HANDOFF_SIDE']._serialized_end=979
+  _globals['_TOKENLOGPROBS']._serialized_start=981
+  _globals['_TOKENLOGPROBS']._serialized_end=1058
+  _globals['_FAILURE']._serialized_start=1060
+  _globals['_FAILURE']._serialized_end=1165
+  _globals['_FINISH']._serialized_start=1168
+  _globals['_FINISH']._serialized_end=1302
+  _globals['_PHASES']._serialized_start=1305
+  _globals['_PHASES']._serialized_end=1479
+  _globals['_TRANSFER']._serialized_start=1481
+  _globals['_TRANSFER']._serialized_end=1560
+  _globals['_ROUTE']._serialized_start=1563
+  _globals['_ROUTE']._serialized_end=1743
+  _globals['_ROUTE_ATTEMPT']._serialized_start=1633
+  _globals['_ROUTE_ATTEMPT']._serialized_end=1743
+  _globals['_OUTPUT']._serialized_start=1746
+  _globals['_OUTPUT']._serialized_end=2154
+  _globals['_ABORT']._serialized_start=2156
+  _globals['_ABORT']._serialized_end=2199
+  _globals['_LOAD']._serialized_start=2201
+  _globals['_LOAD']._serialized_end=2328
+  _globals['_CLIENTFRAME']._serialized_start=2331
+  _globals['_CLIENTFRAME']._serialized_end=2464
+  _globals['_SERVERFRAME']._serialized_start=2467
+  _globals['_SERVERFRAME']._serialized_end=2610
+  _globals['_GENERATION']._serialized_start=3160
+  _globals['_GENERATION']._serialized_end=3237
 # @@protoc_insertion_point(module_scope)

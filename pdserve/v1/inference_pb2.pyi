@@ -215,6 +215,7 @@ class GenerateRequest(_message.Message):
     HANDOFF_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique on the session. The router appends the attempt, so a retry is another id on the worker's session."""
     timeout_s: _builtins.float
@@ -229,6 +230,8 @@ class GenerateRequest(_message.Message):
     """What belongs together as the client sees it; routing policies may keep it on one pair of workers."""
     traceparent: _builtins.str
     """W3C trace context of the span that this request is a part of; empty: nobody traces it."""
+    model_fingerprint: _builtins.str
+    """Fingerprint of the model that output_so_far is from: only its workers may go on. Empty: any."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -255,10 +258,11 @@ class GenerateRequest(_message.Message):
         handoff: Global___Handoff | None = ...,
         session: _builtins.str = ...,
         traceparent: _builtins.str = ...,
+        model_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "group", b"group", "handoff", b"handoff", "output_so_far", b"output_so_far", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "group", b"group", "handoff", b"handoff", "model_fingerprint", b"model_fingerprint", "output_so_far", b"output_so_far", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -559,11 +563,14 @@ class Output(_message.Message):
     SENT_KV_TOKENS_FIELD_NUMBER: _builtins.int
     TRANSFER_FIELD_NUMBER: _builtins.int
     ROUTE_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     cached_tokens: _builtins.int
     """Prompt tokens that the prefilling worker took from its prefix cache; set with `phases`."""
     sent_kv_tokens: _builtins.int
     """prompt tokens whose KV was transferred; 0 when D prefilled by itself"""
+    model_fingerprint: _builtins.str
+    """router: set with `phases`; of the model that answers"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -596,10 +603,11 @@ class Output(_message.Message):
         sent_kv_tokens: _builtins.int | None = ...,
         transfer: Global___Transfer | None = ...,
         route: Global___Route | None = ...,
+        model_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_phases", b"_phases", "_route", b"_route", "_sent_kv_tokens", b"_sent_kv_tokens", "_transfer", b"_transfer", "cached_tokens", b"cached_tokens", "finish", b"finish", "phases", b"phases", "route", b"route", "sent_kv_tokens", b"sent_kv_tokens", "transfer", b"transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_phases", b"_phases", "_route", b"_route", "_sent_kv_tokens", b"_sent_kv_tokens", "_transfer", b"_transfer", "cached_tokens", b"cached_tokens", "finish", b"finish", "logprobs", b"logprobs", "phases", b"phases", "request_id", b"request_id", "route", b"route", "sent_kv_tokens", b"sent_kv_tokens", "token_ids", b"token_ids", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_phases", b"_phases", "_route", b"_route", "_sent_kv_tokens", b"_sent_kv_tokens", "_transfer", b"_transfer", "cached_tokens", b"cached_tokens", "finish", b"finish", "logprobs", b"logprobs", "model_fingerprint", b"model_fingerprint", "phases", b"phases", "request_id", b"request_id", "route", b"route", "sent_kv_tokens", b"sent_kv_tokens", "token_ids", b"token_ids", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cached_tokens: _TypeAlias = _typing.Literal["cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__cached_tokens: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens"]  # noqa: Y015

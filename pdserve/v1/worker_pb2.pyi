@@ -305,3 +305,48 @@ class HandoffFrames(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HandoffFrames: _TypeAlias = HandoffFrames  # noqa: Y015
+
+@_typing.final
+class DrainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainProgress(_message.Message):
+    """How far a worker's drain is. A message at each change, and every second."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPEN_REQUESTS_FIELD_NUMBER: _builtins.int
+    LEFT_S_FIELD_NUMBER: _builtins.int
+    DRAINED_FIELD_NUMBER: _builtins.int
+    open_requests: _builtins.int
+    """that still run here"""
+    left_s: _builtins.float
+    """until what still runs is given back, to be resumed elsewhere"""
+    drained: _builtins.bool
+    """the last message: nothing runs here any more, and the worker exits"""
+    def __init__(
+        self,
+        *,
+        open_requests: _builtins.int = ...,
+        left_s: _builtins.float = ...,
+        drained: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drained", b"drained", "left_s", b"left_s", "open_requests", b"open_requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainProgress: _TypeAlias = DrainProgress  # noqa: Y015

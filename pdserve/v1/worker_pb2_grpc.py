@@ -98,3 +98,79 @@ class KVHandoff:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class WorkerAdminStub:
+    """For operators. Served by both kinds of workers.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Drain = channel.unary_stream(
+                '/pdserve.v1.WorkerAdmin/Drain',
+                request_serializer=pdserve_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_worker__pb2.DrainProgress.FromString,
+                _registered_method=True)
+
+
+class WorkerAdminServicer:
+    """For operators. Served by both kinds of workers.
+    """
+
+    def Drain(self, request, context):
+        """The same as SIGTERM; told as it goes on. Asked again, it tells of the drain that goes on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_WorkerAdminServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Drain': grpc.unary_stream_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=pdserve_dot_v1_dot_worker__pb2.DrainRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_worker__pb2.DrainProgress.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'pdserve.v1.WorkerAdmin', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('pdserve.v1.WorkerAdmin', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class WorkerAdmin:
+    """For operators. Served by both kinds of workers.
+    """
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdserve.v1.WorkerAdmin/Drain',
+            pdserve_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
+            pdserve_dot_v1_dot_worker__pb2.DrainProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -63,3 +63,34 @@ class KVHandoffServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.HandoffFrames], _abc.AsyncIterator[_worker_pb2.HandoffFrames]]: ...
 
 def add_KVHandoffServicer_to_server(servicer: KVHandoffServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class WorkerAdminStub:
+    """For operators. Served by both kinds of workers."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> WorkerAdminAsyncStub: ...
+    Drain: _grpc.UnaryStreamMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainProgress]
+    """The same as SIGTERM; told as it goes on. Asked again, it tells of the drain that goes on."""
+
+@_typing.type_check_only
+class WorkerAdminAsyncStub(WorkerAdminStub):
+    """For operators. Served by both kinds of workers."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Drain: _aio.UnaryStreamMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainProgress]  # type: ignore[assignment]
+    """The same as SIGTERM; told as it goes on. Asked again, it tells of the drain that goes on."""
+
+class WorkerAdminServicer(metaclass=_abc_1.ABCMeta):
+    """For operators. Served by both kinds of workers."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _worker_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.DrainProgress], _abc.AsyncIterator[_worker_pb2.DrainProgress]]:
+        """The same as SIGTERM; told as it goes on. Asked again, it tells of the drain that goes on."""
+
+def add_WorkerAdminServicer_to_server(servicer: WorkerAdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -93,13 +93,22 @@ def test_a_resumed_request_goes_on_where_it_was_and_counts_what_it_had() -> None
     assert_no_leak(core)
 
 
-def test_a_draining_engine_finishes_and_refuses() -> None:
-    core = make_core()
-    core.add(make_message("r", [1, 2], 4, ignore_eos=True))
+def test_a_draining_engine_finishes_what_has_begun_and_hands_back_the_rest() -> None:
+    core = make_core(max_num_seqs=2)
+    for name in ("runs", "runs, too", "waits"):
+        core.add(make_message(name, [1, 2], 4, ignore_eos=True))
+    core.step()
     core.drain()
-    core.add(make_message("s", [1, 2], 4))
+    core.add(make_message("comes", [1, 2], 4))
     outputs = drain_outputs(core)
-    assert {o.request_id: o.error_code for o in outputs if o.finish_reason} == {"r": None, "s": ErrorCode.OVERLOADED}
+    finished = {o.request_id: o.finish_reason for o in outputs if o.finish_reason}
+    assert finished == {
+        "runs": FinishReason.LENGTH,
+        "runs, too": FinishReason.LENGTH,
+        "waits": FinishReason.ABORT,
+        "comes": FinishReason.ABORT,
+    }
+    assert not [o for o in outputs if o.token_ids and o.request_id in ("waits", "comes")]
     assert_no_leak(core)
 
 

@@ -482,3 +482,24 @@ def test_random_loads_aborts_and_delays(data: st.DataObject) -> None:
             assert request_id in aborted or p_end.error_code is ErrorCode.PROMPT_TOO_LARGE
         else:
             assert end.error_code is ErrorCode.PROMPT_TOO_LARGE
+
+
+def test_a_draining_side_completes_what_is_under_way() -> None:
+    """Whichever side drains: a hand-off that has begun ends well, one that has not is handed back."""
+    for side in ("p", "d"):
+        cluster = Cluster(p={"max_num_batched_tokens": 4}, d={})
+        under_way = cluster.add("under way", [1, 2, 3, 4, 5, 6, 7, 8, 9], ignore_eos=True)
+        for _ in range(2):
+            cluster.step("p")
+            cluster.link.deliver()
+            cluster.step("d")
+        assert "under way" in cluster.d.scheduler.reserved
+        core: EngineCore = getattr(cluster, side)
+        core.drain()
+        to_add = send_kv() if side == "p" else receive_kv()
+        core.add(make_message("late", [1, 2], 8, handoff=to_add))
+        cluster.run()
+        tokens = [token for output in cluster.outputs["d"]["under way"] for token in output.token_ids]
+        assert tokens == oracle(under_way, cluster.d.runner.max_model_len)[0]
+        [late] = cluster.outputs[side]["late"]
+        assert (late.finish_reason, late.token_ids) == (FinishReason.ABORT, [])
