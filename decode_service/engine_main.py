@@ -16,8 +16,8 @@ import time
 import structlog
 import torch
 
-from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.devices import config_for_device
 from engine.messages import EngineStats, ErrorCode, PeerFrame, ReceiveKV, TransferReport
 from engine.process import Engine, EngineProcess
 from engine.ready import engine_ready
@@ -216,7 +216,7 @@ def frame_from_pb(message: worker_pb2.HandoffFrame) -> Frame:
 
 
 def build(process: EngineProcess, launch: EngineLaunch) -> Engine:
-    config = EngineConfig(**launch.engine_options)  # type: ignore[arg-type]  # checked by the service's flags
+    config = config_for_device(launch.engine_options)
     runner = build_runner(config)
     core = EngineCore(config, runner)
     ready = engine_ready(config, runner)

@@ -20,7 +20,8 @@ class EngineConfig:
     """Tokens a prefix hash covers; must be the same in the whole fleet."""
     num_blocks: int | None = None
     """Size of the pool; None: from ``kv_cache_bytes``."""
-    kv_cache_bytes: int = 1 << 30
+    kv_cache_bytes: int | None = None
+    """None: 1 GiB on a CPU; on a GPU what ``gpu_memory_utilization`` leaves."""
     max_model_len: int | None = None
     """None: what the model's config says."""
     max_num_seqs: int = 64
@@ -35,7 +36,7 @@ class EngineConfig:
     layer_group_size: int = 8
     """Layers whose KV leaves as one segment while the next ones are computed."""
     gpu_memory_utilization: float = 0.9
-    """CUDA: part of the device's memory that weights, activations and the KV pool may take together."""
+    """CUDA: part of the device's memory that this engine may take for weights, activations and the KV pool."""
     async_scheduling: bool = True
     """Where the runner can: launch a step before the results of the one before are read."""
     num_threads: int | None = None

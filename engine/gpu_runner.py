@@ -41,8 +41,8 @@ _RING = 3
 """Steps whose host memory is in use: two launched and not read, one being packed."""
 _PREFILLS_COMPILED = (64, 128)
 """Prefill attention is compiled anew for each power of two of requests from 32 on: these at start, rarer ones later."""
-_SPARE_BYTES = 1 << 30
-"""Left for the graphs and the driver's own."""
+_SPARE_BYTES = 2 << 30
+"""Of an engine's part, for what torch does not allocate: the driver's context, graphs, buffers of transfers."""
 
 
 @dataclass(slots=True)
@@ -214,7 +214,11 @@ class GpuRunner:
         )
 
     def _measure_blocks(self, max_rows: int) -> int:
-        """Run the largest step over a cache of two blocks; what it leaves of the allowed memory is the pool's."""
+        """Run the largest step over a cache of two blocks; what it leaves of the engine's part is the pool's.
+
+        Other engines on the device may be starting at this moment, so what is free now says little: the parts of all
+        of them must add up to at most the whole.
+        """
         config, model = self.config, self.model_config
         torch.cuda.reset_peak_memory_stats(self.device)
         forward = self._make_forward(self._make_cache(2))
@@ -224,19 +228,26 @@ class GpuRunner:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
-        others_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(self.device)
         peak_bytes = torch.cuda.max_memory_allocated(self.device)
-        allowed_bytes = int(total_bytes * config.gpu_memory_utilization)
-        room_bytes = allowed_bytes - peak_bytes - others_bytes - _SPARE_BYTES
+        work_bytes = peak_bytes - torch.cuda.memory_allocated(self.device)
+        room_bytes = int(total_bytes * config.gpu_memory_utilization) - peak_bytes - _SPARE_BYTES
+        if config.kv_cache_bytes is not None:
+            room_bytes = config.kv_cache_bytes
         block_bytes = KVCache.bytes_per_block(
             model.num_layers, model.num_kv_heads, config.block_size, model.head_dim, self.dtype
         )
         num_blocks = min(room_bytes // block_bytes, max_rows * self._slots.max_blocks)
         if num_blocks < 2:
             raise ValueError(
-                f"gpu_memory_utilization={config.gpu_memory_utilization}: weights and activations take "
-                f"{(peak_bytes + others_bytes) >> 20} MiB of {total_bytes >> 20} and leave no room for KV: use a "
+                f"gpu_memory_utilization={config.gpu_memory_utilization}: weights, activations and the driver take "
+                f"{(peak_bytes + _SPARE_BYTES) >> 20} MiB of {total_bytes >> 20} and leave no room for KV: use a "
                 "higher --gpu-memory-utilization or a smaller --max-num-batched-tokens"
+            )
+        if num_blocks * block_bytes + work_bytes > free_bytes:
+            raise ValueError(
+                f"the KV pool would take {num_blocks * block_bytes >> 20} MiB and a step {work_bytes >> 20}, but only "
+                f"{free_bytes >> 20} of {total_bytes >> 20} MiB are free: lower --gpu-memory-utilization, now "
+                f"{config.gpu_memory_utilization}, or end what else uses the device"
             )
         return num_blocks
 

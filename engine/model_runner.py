@@ -24,6 +24,8 @@ from engine.weights import WeightReader, model_fingerprint, resolve_model
 
 log = structlog.get_logger()
 
+_KV_CACHE_BYTES = 1 << 30
+
 OnLayers = Callable[[int, int], None]
 """``(layer_start, layer_end)``: the KV that this step computes in these layers is in the cache now."""
 
@@ -135,10 +137,11 @@ def _num_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, ma
         model.num_layers, model.num_kv_heads, config.block_size, model.head_dim, dtype
     )
     most = config.max_num_seqs * -(-max_model_len // config.block_size)
-    num_blocks = min(config.kv_cache_bytes // block_bytes, most)
+    kv_cache_bytes = config.kv_cache_bytes or _KV_CACHE_BYTES
+    num_blocks = min(kv_cache_bytes // block_bytes, most)
     if num_blocks < 2:
         raise ValueError(
-            f"kv_cache_bytes={config.kv_cache_bytes} holds {num_blocks} blocks of {block_bytes} bytes: "
+            f"kv_cache_bytes={kv_cache_bytes} holds {num_blocks} blocks of {block_bytes} bytes: "
             f"use --kv-cache-bytes {16 * block_bytes} or more"
         )
     return num_blocks

@@ -19,10 +19,11 @@ import torch
 import xxhash
 from huggingface_hub import snapshot_download
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 from safetensors import safe_open
 
 from engine.model_config import ModelConfig
+from engine.upload import Uploader
 
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model"]
 # Derived from the config, yet stored by old checkpoints.
@@ -48,23 +49,30 @@ def resolve_model(model: str) -> Path:
 
 
 class WeightReader:
-    """Takes tensors by name from the safetensors files of a directory, once each, with a progress bar on a terminal."""
+    """Takes tensors by name from the safetensors files of a directory, once each, with a progress bar on a terminal.
+
+    Files are mapped: a tensor's bytes are read when it is taken, on a GPU straight into what is copied to the device.
+    """
 
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
         self._device = device
-        files: list[Any] = [safe_open(path, framework="pt") for path in weight_files(directory)]
+        self._uploader = Uploader(device) if device.type == "cuda" else None
+        paths = weight_files(directory)
+        files: list[Any] = [safe_open(path, framework="pt") for path in paths]
         self._where = {name: file for file in files for name in file.keys()}  # noqa: SIM118
         self._left = {name for name in self._where if not _IGNORED.search(name)}
         console = Console(stderr=True)
         self._progress = Progress(
             TextColumn("loading weights"),
             BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
             TimeElapsedColumn(),
             console=console,
             disable=not sys.stderr.isatty(),
         )
-        self._task = self._progress.add_task("", total=len(self._left))
+        self._task = self._progress.add_task("", total=sum(path.stat().st_size for path in paths))
 
     def __enter__(self) -> WeightReader:
         self._progress.start()
@@ -90,7 +98,9 @@ class WeightReader:
         if tuple(tensor.shape) != shape:
             raise WeightsError(f"weight {name!r} has shape {tuple(tensor.shape)}, but config.json says {shape}")
         self._left.discard(name)
-        self._progress.advance(self._task)
+        self._progress.advance(self._task, tensor.nbytes)
+        if self._uploader is not None:
+            tensor = self._uploader.upload(tensor)
         return tensor.to(device=self._device, dtype=self._dtype)
 
     def discard(self, name: str) -> None:

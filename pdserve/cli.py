@@ -44,7 +44,13 @@ def up(
         int | None, typer.Option(help="Prompts with fewer uncached tokens are prefilled where they decode; 0 = none.")
     ] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + output.  [default: the model's]")] = None,
-    kv_cache_bytes: Annotated[int, typer.Option(help="KV pool of each worker.")] = 1 << 30,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda (spread over the GPUs) or cuda:N.")] = "auto",
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(help="Part of a GPU's memory for all workers on it together.")
+    ] = 0.9,
+    kv_cache_bytes: Annotated[
+        int | None, typer.Option(help="KV pool of each worker.  [default: 1 GiB; GPU: what memory is left]")
+    ] = None,
     num_threads: Annotated[int | None, typer.Option(help="Threads of each engine.  [default: they share]")] = None,
     transfer: Annotated[str | None, typer.Option(help="KV transfer: shm, tcp or ucx.  [default: the best]")] = None,
     start_timeout_s: Annotated[float, typer.Option(help="Give up a start that takes longer.")] = 300.0,

@@ -62,17 +62,19 @@ AdvertisedHost = Annotated[str, typer.Option(help="The host as others reach it; 
 Port = Annotated[int, typer.Option(help="gRPC; 0 takes a free one.")]
 MetricsPort = Annotated[int, typer.Option(help="/metrics, /health, /live; 0 takes a free one.")]
 Redis = Annotated[str, typer.Option(help="redis://, rediss:// or unix://; where to register.")]
-Device = Annotated[str | None, typer.Option(help="cpu | cuda | cuda:N.")]
+Device = Annotated[str | None, typer.Option(help="auto | cpu | cuda | cuda:N.  [default: auto, a GPU if there is one]")]
 GpuMemoryUtilization = Annotated[
-    float | None, typer.Option(help="CUDA: part of the memory for weights, activations and KV.")
+    float | None, typer.Option(help="CUDA: part of the device's memory for this worker.  [default: 0.9]")
 ]
 Dtype = Annotated[str | None, typer.Option(help="auto | float32 | bfloat16 | float16: weights and KV.")]
-BlockSize = Annotated[int | None, typer.Option(help="Tokens a KV block.")]
+BlockSize = Annotated[int | None, typer.Option(help="Tokens a KV block.  [default: 32; GPU: 64]")]
 NumBlocks = Annotated[int | None, typer.Option(help="Blocks in the pool; else from --kv-cache-bytes.")]
-KvCacheBytes = Annotated[int | None, typer.Option(help="Size of the KV pool.")]
+KvCacheBytes = Annotated[
+    int | None, typer.Option(help="Size of the KV pool.  [default: 1 GiB; GPU: what memory is left]")
+]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and output together.")]
-MaxNumSeqs = Annotated[int | None, typer.Option(help="Most requests in one step.")]
-MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Token budget of a step.")]
+MaxNumSeqs = Annotated[int | None, typer.Option(help="Most requests in one step.  [default: 64; GPU: 1024]")]
+MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Token budget of a step.  [default: 512; GPU: 8192]")]
 NumThreads = Annotated[int | None, typer.Option(help="Compute threads.")]
 Transfer = Annotated[
     str, typer.Option(help="auto | shm (same host) | tcp | ucx: how KV moves; auto takes the best both workers have.")

@@ -93,6 +93,8 @@ def load_kernels(name: str) -> Kernels:
 
 def fastest_kernels(device: torch.device) -> tuple[Kernels, str]:
     """The best backend that works here, and why a better one does not (empty if none would be)."""
+    if device.type == "cuda":
+        return load_kernels("triton"), ""
     if device.type != "cpu":
         return load_kernels("torch"), ""
     try:

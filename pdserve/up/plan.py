@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pdserve.redis_server import redis_argv
 from pdserve.up.child import ChildSpec, python_argv
+from pdserve.up.devices import assign_devices, count_gpus, memory_parts
 from pdserve.up.errors import UpError
 from pdserve.up.health import http_is_healthy, redis_is_healthy
 from pdserve.up.settings import UpSettings
@@ -46,6 +47,8 @@ def plan_cluster(settings: UpSettings, model: Path, redis_binary: Path | None, d
     assert redis_url is not None
 
     num_prefill = 0 if settings.aggregated else settings.prefill
+    devices = assign_devices(settings.device, num_prefill + settings.decode, count_gpus())
+    places = zip(devices, memory_parts(devices, settings.gpu_memory_utilization), strict=True)
     ports = iter(free_ports(2 * (1 + num_prefill + settings.decode)))
 
     def service(name: str, module: str, *flags: str) -> int:
@@ -57,6 +60,10 @@ def plan_cluster(settings: UpSettings, model: Path, redis_binary: Path | None, d
         return port
 
     def worker(name: str, module: str, *flags: str) -> None:
+        device, memory_part = next(places)
+        flags += ("--device", device)
+        if device != "cpu":
+            flags += ("--gpu-memory-utilization", str(memory_part))
         service(name, module, "--model", str(model), "--worker-id", name, *flags, *_worker_flags(settings))
 
     # The workers first: they take longest, and every process costs the ones after it a little.
@@ -114,7 +121,8 @@ def free_ports(count: int) -> list[int]:
 
 def _worker_flags(settings: UpSettings) -> list[str]:
     return [
-        *("--dtype", settings.dtype, "--kv-cache-bytes", str(settings.kv_cache_bytes)),
+        *("--dtype", settings.dtype),
+        *_optional("--kv-cache-bytes", settings.kv_cache_bytes),
         *_optional("--max-model-len", settings.max_model_len),
         *_optional("--num-threads", settings.num_threads),
         *_optional("--transfer", settings.transfer),

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from pdserve.model_store import cache_dir
+from pdserve.up.devices import assign_devices, count_gpus
 from pdserve.up.errors import UpError
 from pdserve.up.plan import REDIS_SOCKET_NAME, Directories
 from pdserve.up.settings import UpSettings
@@ -28,6 +29,8 @@ _MAX_SOCKET_PATH_BYTES = 107  # of a unix socket, on Linux
 # Measured on Linux x86_64, without model: resident size of an engine process (Python, torch), and of the others.
 _ENGINE_BYTES = 400 << 20
 _OTHERS_BYTES = 700 << 20
+_KV_CACHE_BYTES = 1 << 30
+"""The engine's own default."""
 _BYTES_OF_DTYPE = {"auto": 2, "bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -56,13 +59,15 @@ def check_port(host: str, port: int, flag: str = "--port") -> None:
 
 
 def check_memory(settings: UpSettings, model: Path) -> None:
-    """Every engine's weights and KV pool fit into what is free now."""
+    """Every engine's weights and KV pool fit into what is free now. On a GPU the engine itself checks."""
+    if assign_devices(settings.device, 1, count_gpus()) != ["cpu"]:
+        return
     needed = needed_bytes(settings, model)
     available = available_bytes()
     if needed > available:
         raise UpError(
             f"too little memory: {settings.num_engines} engines need about {_gib(needed)} and {_gib(available)} are "
-            f"free: lower --kv-cache-bytes (now {settings.kv_cache_bytes}), use fewer workers, or --aggregated"
+            "free: lower --kv-cache-bytes, use fewer workers, or --aggregated"
         )
 
 
@@ -70,7 +75,8 @@ def needed_bytes(settings: UpSettings, model: Path) -> int:
     """Estimate for the whole cluster. Weights twice: as loaded, and packed for the CPU's matrix kernels."""
     on_disk = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     weights = on_disk * _BYTES_OF_DTYPE.get(settings.dtype, 2) // 2
-    return settings.num_engines * (2 * weights + settings.kv_cache_bytes + _ENGINE_BYTES) + _OTHERS_BYTES
+    kv_cache_bytes = settings.kv_cache_bytes or _KV_CACHE_BYTES
+    return settings.num_engines * (2 * weights + kv_cache_bytes + _ENGINE_BYTES) + _OTHERS_BYTES
 
 
 def available_bytes() -> int:

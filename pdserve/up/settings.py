@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -34,8 +35,12 @@ class UpSettings:
     policy: str | None = None
     local_prefill_tokens: int | None = None
     max_model_len: int | None = None
-    kv_cache_bytes: int = 1 << 30
-    """Of each worker."""
+    device: str = "auto"
+    """auto | cpu | cuda (workers are spread over the GPUs) | cuda:N (all on that one)."""
+    gpu_memory_utilization: float = 0.9
+    """Part of a GPU's memory for all workers on it together."""
+    kv_cache_bytes: int | None = None
+    """Of each worker. None: 1 GiB on a CPU; on a GPU what memory is left."""
     num_threads: int | None = None
     transfer: str | None = None
     """How KV moves between the workers."""
@@ -50,6 +55,10 @@ class UpSettings:
         for name in ("prefill", "decode"):
             if getattr(self, name) < 1:
                 raise UpError(f"{name}={getattr(self, name)}: at least 1 is needed (--aggregated runs without prefill)")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise UpError(f"device={self.device!r} is not known: use auto, cpu, cuda or cuda:N")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise UpError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1")
         for name, port in (("port", self.port), ("grpc_port", self.sdk_port)):
             if not 1 <= port <= 65535:
                 raise UpError(f"{name}={port} is not a port: use 1 to 65535")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
+import pty
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -89,3 +94,24 @@ def test_large_files_are_sampled(tmp_path, monkeypatch) -> None:
     assert model_fingerprint(tmp_path, config) != first  # the header is read whole
     save_file({"a": weights["a"] * 1.001}, tmp_path / "model.safetensors")
     assert model_fingerprint(tmp_path, config) != first
+
+
+def test_a_terminal_shows_how_far_loading_is(tmp_path) -> None:
+    save_sharded(tmp_path)
+    code = (
+        "import sys, torch; from pathlib import Path; from engine.weights import WeightReader\n"
+        "with WeightReader(Path(sys.argv[1]), torch.float32, torch.device('cpu')) as weights:\n"
+        "    weights.take('a', (2, 3)); weights.take('b', (4,))\n"
+    )
+    terminal, child_end = pty.openpty()
+    with open(terminal, "rb", buffering=0) as shown:
+        child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stderr=child_end, stdout=subprocess.PIPE)
+        os.close(child_end)
+        output = b""
+        with contextlib.suppress(OSError):  # how a pty says that the other end is closed
+            while part := shown.read(4096):
+                output += part
+        child.communicate(timeout=60)
+    assert child.returncode == 0
+    assert b"loading weights" in output
+    assert b"bytes" in output  # how many of how many
