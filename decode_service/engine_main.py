@@ -18,6 +18,7 @@ import torch
 
 from engine.core import EngineCore
 from engine.devices import config_for_device
+from engine.host_kv import HostKV
 from engine.messages import EngineStats, ErrorCode, PeerFrame, ReceiveKV, TransferReport
 from engine.process import Engine, EngineProcess
 from engine.ready import engine_ready
@@ -218,7 +219,8 @@ def frame_from_pb(message: worker_pb2.HandoffFrame) -> Frame:
 def build(process: EngineProcess, launch: EngineLaunch) -> Engine:
     config = config_for_device(launch.engine_options)
     runner = build_runner(config)
-    core = EngineCore(config, runner)
+    host_memory = HostKV(runner.kv_cache, config.host_kv_bytes) if config.host_kv_bytes else None
+    core = EngineCore(config, runner, host_memory=host_memory)
     ready = engine_ready(config, runner)
     layout = make_layout(
         model_fingerprint=ready.model_fingerprint,

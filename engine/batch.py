@@ -12,12 +12,14 @@ Shape letters: T tokens of the step, B requests of the step, M blocks of the lon
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from engine.messages import TokenLogprobs
+from engine.offload import BlockCopy
 from engine.request import Request
 
 
@@ -39,6 +41,8 @@ class ScheduledBatch:
 
     items: list[ScheduledItem]
     step: int
+    copies: Sequence[BlockCopy] = ()
+    """To and from host memory, before anything is computed, in this order."""
 
     @property
     def num_tokens(self) -> int:

@@ -22,6 +22,8 @@ class EngineConfig:
     """Size of the pool; None: from ``kv_cache_bytes``."""
     kv_cache_bytes: int | None = None
     """None: 1 GiB on a CPU; on a GPU what ``gpu_memory_utilization`` leaves."""
+    host_kv_bytes: int = 256 << 20
+    """Decode and aggregated: host memory for the KV of preempted requests; 0: all of it is computed again."""
     max_model_len: int | None = None
     """None: what the model's config says."""
     max_num_seqs: int = 64
@@ -54,6 +56,8 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1")
         if not 0 < self.max_peer_pool_fraction <= 1:
             raise ValueError(f"max_peer_pool_fraction={self.max_peer_pool_fraction} must be above 0 and at most 1")
+        if self.host_kv_bytes < 0:
+            raise ValueError(f"host_kv_bytes={self.host_kv_bytes} must be 0 (none) or more")
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting_requests", "layer_group_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")

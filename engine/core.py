@@ -38,6 +38,7 @@ from engine.messages import (
     SendKV,
     StepOutputs,
 )
+from engine.offload import BlockCopy, HostMemory
 from engine.request import Request, RequestStatus
 from engine.scheduler import Scheduler
 
@@ -107,6 +108,7 @@ class EngineCore:
         *,
         sender: HandoffSender | None = None,
         receiver: HandoffReceiver | None = None,
+        host_memory: HostMemory | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
@@ -114,13 +116,21 @@ class EngineCore:
         self.sender = sender
         self.receiver = receiver
         self.scheduler = Scheduler(
-            config, runner.num_blocks, runner.max_model_len, runner.eos_token_ids, runner.model_fingerprint
+            config,
+            runner.num_blocks,
+            runner.max_model_len,
+            runner.eos_token_ids,
+            runner.model_fingerprint,
+            host_memory,
         )
         self.limits = EngineLimits(runner.num_blocks, config.block_size, runner.max_model_len, runner.vocab_size)
         self.draining = False
         self._launch = runner.launch if config.async_scheduling and isinstance(runner, AsyncRunner) else None
-        self._in_flight: tuple[ScheduledBatch, PendingStep] | None = None
+        self._in_flight: tuple[ScheduledBatch, PendingStep, float] | None = None
+        """The batch, its results to come, and when it was launched."""
+        self._host_memory = host_memory
         self._clock = clock
+        self._last_result_s = 0.0
         self._arrivals = 0
         self._news: list[RequestOutput] = []
         """Outputs that did not come from a batch; they go out with the next step."""
@@ -185,26 +195,42 @@ class EngineCore:
             self._read(*self._in_flight)
             self._in_flight = None
         batch = scheduler.schedule(now_s)
+        self._carry_out(batch.copies)
         for request in scheduler.ask_for_tickets(now_s):
             assert self.sender is not None
             self.sender.want_ticket(request)
         if self._launch is None:
             if batch.items:
-                self._take(batch, self.runner.run(batch, self._stream_kv(batch)))
+                started_s = self._clock()
+                self._take(batch, self.runner.run(batch, self._stream_kv(batch)), started_s)
             return self.take_news()
         before, self._in_flight = self._in_flight, None
         if batch.items:
             scheduler.launched(batch)
-            self._in_flight = (batch, self._launch(batch, self._stream_kv(batch)))
+            started_s = self._clock()
+            self._in_flight = (batch, self._launch(batch, self._stream_kv(batch)), started_s)
         if before is not None:
             self._read(*before)
         return self.take_news()
 
-    def _read(self, batch: ScheduledBatch, pending: PendingStep) -> None:
-        self._take(batch, pending.result())
+    def _carry_out(self, copies: Sequence[BlockCopy]) -> None:
+        for copy in copies:
+            assert self._host_memory is not None
+            if copy.is_out:
+                self._host_memory.copy_out(copy.block_ids, copy.slots)
+            else:
+                self._host_memory.copy_in(copy.slots, copy.block_ids)
 
-    def _take(self, batch: ScheduledBatch, sampled: SampledBatch) -> None:
-        for output in self.scheduler.update(batch, sampled, self._clock()):
+    def _read(self, batch: ScheduledBatch, pending: PendingStep, launched_s: float) -> None:
+        self._take(batch, pending.result(), launched_s)
+
+    def _take(self, batch: ScheduledBatch, sampled: SampledBatch, launched_s: float) -> None:
+        now_s = self._clock()
+        if (costs := self.scheduler.offload.costs) is not None:
+            # One launched ahead began when the one before it was over.
+            costs.step_took(batch.num_tokens, now_s - max(launched_s, self._last_result_s))
+        self._last_result_s = now_s
+        for output in self.scheduler.update(batch, sampled, now_s):
             request = self.scheduler.holding.get(output.request_id)
             if request is None:
                 self._news.append(output)

@@ -202,6 +202,9 @@ class EngineStats(msgspec.Struct, omit_defaults=True):
     """Empty ones."""
     cached_blocks: int = 0
     """Unreferenced ones that hold a reusable prefix."""
+    host_blocks: int = 0
+    """Of KV that host memory holds for preempted requests, now."""
+    total_host_blocks: int = 0
     steps_total: int = 0
     max_batch_requests: int = 0
     """Most requests that one step ever ran."""
@@ -209,6 +212,11 @@ class EngineStats(msgspec.Struct, omit_defaults=True):
     generation_tokens_total: int = 0
     prefill_chunks_total: int = 0
     preemptions_total: int = 0
+    offloaded_blocks_total: int = 0
+    """To host memory."""
+    offloaded_bytes_total: int = 0
+    restored_blocks_total: int = 0
+    """And back."""
     prefix_cache_queries_total: int = 0
     """Prompt tokens looked up in the prefix cache."""
     prefix_cache_hits_total: int = 0

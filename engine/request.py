@@ -79,6 +79,11 @@ class Request:
     """P: tokens that the receiver has already, as its ticket says."""
     has_ticket: bool = False
     """P: the receiver reserved room; the request may run."""
+    was_preempted: bool = False
+    host_slots: list[int] = field(default_factory=list)
+    """PREEMPTED: where its KV waits in host memory, block by block."""
+    num_host_tokens: int = 0
+    """How many tokens that is the KV of."""
     first_output: RequestOutput | None = None
     """P: what ended the prefill, kept until the hand-off ends."""
 

@@ -34,6 +34,8 @@ from engine.config import EngineConfig
 from engine.finish import FinishRules
 from engine.inflight_prefixes import InflightPrefixes
 from engine.messages import EngineStats, FinishReason, RequestOutput, Timings, TokenLogprobs
+from engine.offload import HostMemory, Offload
+from engine.preemption import headroom, is_catching_up
 from engine.request import Request, RequestStatus
 from engine.request_queue import RequestQueue
 from engine.ticket_desk import TicketDesk
@@ -47,6 +49,7 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: Iterable[int],
         model_fingerprint: str,
+        host_memory: HostMemory | None = None,
     ) -> None:
         self.config = config
         self.finish = FinishRules(eos_token_ids, max_model_len)
@@ -64,6 +67,7 @@ class Scheduler:
         self.holding: dict[str, Request] = {}
         self.desk = TicketDesk(max_peer_blocks=max(1, int(num_blocks * config.max_peer_pool_fraction)))
         self.counters = EngineStats()
+        self.offload = Offload(host_memory, self.counters)
         # Every running request gets a token in every step.
         self._seats = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._deadlines: list[tuple[float, str]] = []
@@ -92,6 +96,7 @@ class Scheduler:
         self.waiting_for_kv.pop(request.request_id, None)
         self.holding.pop(request.request_id, None)
         self.inflight.forget(request)
+        self.offload.forget(request)
         self._free_blocks(request)
         if request.sends_kv:
             self.desk.forget(request)
@@ -159,7 +164,7 @@ class Scheduler:
         # A last chunk of one token counts as a decode.
         items.sort(key=lambda item: item.num_tokens > 1)
         self._stuck = not items
-        return ScheduledBatch(items, self._step)
+        return ScheduledBatch(items, self._step, self.offload.take_copies())
 
     def launched(self, batch: ScheduledBatch) -> None:
         """The batch is on its way: the next ``schedule()`` may come before its ``update()``."""
@@ -248,7 +253,9 @@ class Scheduler:
 
         Also None while another request computes or receives the prefix: a little later it is a cache hit.
         """
-        if self.preempted or len(self.running) + len(self.reserved) >= self._seats:
+        if self.preempted or any(map(is_catching_up, self.running)):
+            return None
+        if len(self.running) + len(self.reserved) >= self._seats:
             return None
         if self.waiting and self.waiting.head().order < request.order:
             return None
@@ -316,10 +323,14 @@ class Scheduler:
             if is_held:
                 queue.remove(request)
                 continue
-            if blocks > self._room() - (self.desk.pledged_blocks if queue is self.waiting else 0):
+            if blocks > self._room_for(request, queue):
                 return None
             queue.remove(request)
             self._take_blocks(request, cached, self.blocks.blocks_for(request.num_tokens))
+            if request.host_slots:
+                self.offload.restore(request, len(cached))
+                start = len(cached) * self.config.block_size
+                self._queue(self.blocks.publish(request, start, request.num_computed_tokens))
             if request.sends_kv:
                 self.desk.scheduled(request, blocks)
             if request.first_scheduled_s is None:
@@ -335,7 +346,13 @@ class Scheduler:
         # The last token is always computed: its logits are what the next token is drawn from.
         cached, lacking = self.blocks.match(request, request.num_tokens - 1)
         blocks = self.blocks.cost(cached, self.blocks.blocks_for(request.num_tokens))
-        return cached, blocks, self.inflight.hold(request, lacking)
+        return cached, blocks, not request.host_slots and self.inflight.hold(request, lacking)
+
+    def _room_for(self, request: Request, queue: RequestQueue) -> int:
+        """Blocks that its admission may take."""
+        if queue is self.preempted:
+            return self.pool.num_available - max(len(self.reserved), headroom(request, self.running, self.config))
+        return self._room() - (self.desk.pledged_blocks if queue is self.waiting else 0)
 
     def _room(self) -> int:
         """Blocks that an admission may take: each request that decodes, or will, keeps one to grow into."""
@@ -370,6 +387,8 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
         request.transition(RequestStatus.PREEMPTED)
+        request.was_preempted = True
+        self.offload.offload(request, self.blocks.blocks_for(request.num_computed_tokens))
         self._free_blocks(request)
         self.preempted.push(request)
         self.counters.preemptions_total += 1
@@ -427,7 +446,7 @@ class Scheduler:
     def stats(self) -> EngineStats:
         """Counters and gauges of now. O(requests): for heartbeats, not for every step."""
         not_computed = (
-            request.num_tokens - request.num_computed_tokens
+            request.num_tokens - request.num_computed_tokens - request.num_host_tokens
             for request in self.requests.values()
             if request.status not in (RequestStatus.WAITING_FOR_KV, RequestStatus.HOLDING_KV)
         )
@@ -442,4 +461,6 @@ class Scheduler:
             total_blocks=self.pool.num_blocks,
             free_blocks=self.pool.num_free,
             cached_blocks=self.pool.num_cached,
+            host_blocks=self.offload.num_used,
+            total_host_blocks=self.offload.num_slots,
         )

@@ -39,12 +39,17 @@ class EngineStatsLike(Protocol):
     total_blocks: int
     free_blocks: int
     cached_blocks: int
+    host_blocks: int
+    total_host_blocks: int
     steps_total: int
     max_batch_requests: int
     prompt_tokens_total: int
     generation_tokens_total: int
     prefill_chunks_total: int
     preemptions_total: int
+    offloaded_blocks_total: int
+    offloaded_bytes_total: int
+    restored_blocks_total: int
     prefix_cache_queries_total: int
     prefix_cache_hits_total: int
     transfers_started_total: int
@@ -79,6 +84,9 @@ _ENGINE_COUNTERS = (
     ("vllm:prompt_tokens", "prompt_tokens_total", "Prompt tokens of requests that were prefilled here"),
     ("vllm:generation_tokens", "generation_tokens_total", "Tokens generated"),
     ("vllm:num_preemptions", "preemptions_total", "Requests preempted"),
+    ("pdserve_kv_offloaded_blocks", "offloaded_blocks_total", "KV blocks of preempted requests, to host memory"),
+    ("pdserve_kv_offloaded_bytes", "offloaded_bytes_total", "Their bytes"),
+    ("pdserve_kv_restored_blocks", "restored_blocks_total", "KV blocks of preempted requests, back from host memory"),
     ("vllm:prefix_cache_queries", "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache"),
     ("vllm:prefix_cache_hits", "prefix_cache_hits_total", "Prompt tokens found in the prefix cache"),
     ("pdserve_steps", "steps_total", "Steps run"),
@@ -126,6 +134,12 @@ class EngineMetrics(Collector):
         blocks.add_metric([self._model_name, "used"], stats.total_blocks - unused)
         blocks.add_metric([self._model_name, "total"], stats.total_blocks)
         yield blocks
+        host = GaugeMetricFamily(
+            "pdserve_host_kv_blocks", "Blocks of host memory for preempted requests", labels=["model_name", "state"]
+        )
+        host.add_metric([self._model_name, "used"], stats.host_blocks)
+        host.add_metric([self._model_name, "total"], stats.total_host_blocks)
+        yield host
         failed = CounterMetricFamily(
             "pdserve_transfers_failed", "KV transfers that failed", labels=["model_name", "reason"]
         )

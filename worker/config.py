@@ -75,6 +75,10 @@ KvCacheBytes = Annotated[
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and output together.")]
 MaxNumSeqs = Annotated[int | None, typer.Option(help="Most requests in one step.  [default: 64; GPU: 1024]")]
 MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Token budget of a step.  [default: 512; GPU: 8192]")]
+HostKvBytes = Annotated[
+    int | None,
+    typer.Option(help="Host memory for the KV of preempted requests; 0: compute it again.  [default: 256 MiB]"),
+]
 NumThreads = Annotated[int | None, typer.Option(help="Compute threads.")]
 Transfer = Annotated[
     str, typer.Option(help="auto | shm (same host) | tcp | ucx: how KV moves; auto takes the best both workers have.")

@@ -244,6 +244,7 @@ def leaks(member: Member) -> dict[str, float]:
         if samples.get(name, 0.0) != 0.0
     }
     blocks = {state: samples[f"pdserve_kv_blocks{{state={state}}}"] for state in ("free", "cached", "total")}
+            "pdserve_host_kv_blocks{state=used}",
     if blocks["free"] + blocks["cached"] != blocks["total"]:
         found["blocks"] = blocks["free"] + blocks["cached"] - blocks["total"]
     return found

@@ -14,7 +14,7 @@ from engine.batch import SampledBatch, ScheduledBatch
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import Request
-from tests.unit.fake_runner import FakeRunner, next_token
+from tests.unit.fake_runner import FakeHostMemory, FakeRunner, next_token
 
 
 @dataclass
@@ -99,7 +99,13 @@ class FakeAsyncRunner(FakeRunner):
 
 
 def make_async_core(
-    *, num_blocks: int = 16, max_model_len: int = 64, clock: Callable[[], float] | None = None, **options: object
+    *,
+    num_blocks: int = 16,
+    max_model_len: int = 64,
+    num_host_blocks: int = 0,
+    host_bytes_per_s: float = 1e12,
+    clock: Callable[[], float] | None = None,
+    **options: object,
 ) -> EngineCore:
     settings: dict[str, object] = {
         "model": "fake",
@@ -111,7 +117,8 @@ def make_async_core(
     }
     config = EngineConfig(**settings)  # type: ignore[arg-type]
     runner = FakeAsyncRunner(config, num_blocks=num_blocks, max_model_len=max_model_len)
-    return EngineCore(config, runner, **({} if clock is None else {"clock": clock}))
+    host = FakeHostMemory(runner.kv_cache, num_host_blocks, host_bytes_per_s) if num_host_blocks else None
+    return EngineCore(config, runner, host_memory=host, **({} if clock is None else {"clock": clock}))
 
 
 def batches_of(core: EngineCore) -> Sequence[list[tuple[str, int, int]]]:

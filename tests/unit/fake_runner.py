@@ -79,6 +79,27 @@ class FakeKVMemory:
                 self.write(block_table, position, layer, next(tokens))
 
 
+class FakeHostMemory:
+    """``slots[slot][layer]`` is what a block of that layer held. ``bytes_per_s`` says what the cost model chooses."""
+
+    block_bytes = 1
+
+    def __init__(self, memory: FakeKVMemory, num_blocks: int, bytes_per_s: float = 1e12) -> None:
+        self.memory = memory
+        self.num_blocks = num_blocks
+        self.bytes_per_s = bytes_per_s
+        self.slots: list[list[list[int]]] = [[] for _ in range(num_blocks)]
+
+    def copy_out(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+        for block_id, slot in zip(block_ids, slots, strict=True):
+            self.slots[slot] = [list(layer[block_id]) for layer in self.memory.slots]
+
+    def copy_in(self, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+        for block_id, slot in zip(block_ids, slots, strict=True):
+            for layer, content in zip(self.memory.slots, self.slots[slot], strict=True):
+                layer[block_id] = list(content)
+
+
 @dataclass
 class FakeRunner:
     config: EngineConfig
@@ -132,6 +153,8 @@ def make_core(
     max_num_batched_tokens: int = 16,
     max_waiting_requests: int = 100,
     enable_prefix_caching: bool = True,
+    num_host_blocks: int = 0,
+    host_bytes_per_s: float = 1e12,
     clock: Callable[[], float] | None = None,
 ) -> EngineCore:
     config = EngineConfig(
@@ -144,7 +167,8 @@ def make_core(
         enable_prefix_caching=enable_prefix_caching,
     )
     runner = FakeRunner(config, num_blocks=num_blocks, max_model_len=max_model_len)
-    return EngineCore(config, runner, **({} if clock is None else {"clock": clock}))
+    host = FakeHostMemory(runner.kv_cache, num_host_blocks, host_bytes_per_s) if num_host_blocks else None
+    return EngineCore(config, runner, host_memory=host, **({} if clock is None else {"clock": clock}))
 
 
 def make_message(

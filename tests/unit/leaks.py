@@ -19,6 +19,8 @@ def check_books(core: EngineCore) -> None:
         for block_id in block_ids:
             references[block_id] += 1
     assert references == scheduler.pool._ref_counts, "the pool and the block tables disagree"
+    slots = [slot for request in scheduler.requests.values() for slot in request.host_slots]
+    assert sorted(slots + scheduler.offload._free) == list(range(scheduler.offload.num_slots)), "a host slot is lost"
     stats = core.stats()
     used = stats.total_blocks - stats.free_blocks - stats.cached_blocks
     assert used == sum(count > 0 for count in references)
@@ -42,4 +44,5 @@ def assert_no_leak(core: EngineCore) -> None:
     assert scheduler.inflight.is_empty()
     assert scheduler.desk.is_empty()
     assert scheduler.pool.num_used == 0
+    assert scheduler.offload.num_used == 0
     assert scheduler.pool.num_free + scheduler.pool.num_cached == scheduler.pool.num_blocks

@@ -11,6 +11,7 @@ import transformers
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.host_kv import HostKV
 from engine.messages import AddRequest, EngineStats
 from engine.model_runner import ModelRunner
 from tests.services.tiny_model import VOCAB, write_tiny_model
@@ -63,6 +64,8 @@ class Setup:
     num_blocks: int = 400
     max_num_seqs: int = 16
     enable_prefix_caching: bool = True
+    host_kv_bytes: int = 0
+    """For preempted requests, always rather than computing again."""
 
 
 def run(directory: Path, setup: Setup, added: list[AddRequest]) -> tuple[list[list[int]], EngineStats]:
@@ -77,7 +80,12 @@ def run(directory: Path, setup: Setup, added: list[AddRequest]) -> tuple[list[li
         max_num_seqs=setup.max_num_seqs,
         enable_prefix_caching=setup.enable_prefix_caching,
     )
-    core = EngineCore(config, ModelRunner(config))
+    runner = ModelRunner(config)
+    host_kv = None
+    if setup.host_kv_bytes:
+        host_kv = HostKV(runner.kv_cache, setup.host_kv_bytes)
+        host_kv.bytes_per_s = float("inf")
+    core = EngineCore(config, runner, host_memory=host_kv)
     tokens: dict[str, list[int]] = {message.request_id: [] for message in added}
     for message in added:
         core.add(message)
@@ -97,6 +105,10 @@ SETUPS = {
     "no prefix cache": Setup(enable_prefix_caching=False),
     "small pool": Setup(num_blocks=34, max_num_batched_tokens=64),
     "small pool, no prefix cache": Setup(num_blocks=40, enable_prefix_caching=False),
+    "small pool, host memory": Setup(num_blocks=34, max_num_batched_tokens=64, host_kv_bytes=1 << 24),
+    "small pool, host memory, no prefix cache": Setup(
+        num_blocks=40, enable_prefix_caching=False, host_kv_bytes=1 << 24
+    ),
 }
 
 
@@ -110,6 +122,7 @@ def test_greedy_output_is_that_of_transformers(
     assert outputs == greedy
     # Each setup did what it is here for.
     assert (stats.preemptions_total > 0) == name.startswith("small pool")
+    assert (stats.restored_blocks_total > 0) == bool(setup.host_kv_bytes)
     assert (stats.prefix_cache_hits_total > 0) == setup.enable_prefix_caching
     if name == "roomy":
         assert stats.max_batch_requests == 16
@@ -124,7 +137,7 @@ def test_seeded_sampling_draws_the_same_tokens_in_every_setup(directory: Path, p
     ]
     reference, _ = run(directory, SETUPS["one at a time"], added)
     assert len({tuple(output) for output in reference}) == len(reference)
-    for name in ("roomy", "chunks of 16", "small pool"):
+    for name in ("roomy", "chunks of 16", "small pool", "small pool, host memory"):
         assert run(directory, SETUPS[name], added)[0] == reference, name
 
 

@@ -21,6 +21,8 @@ SHAPES = st.fixed_dictionaries(
         "max_num_batched_tokens": st.integers(1, 24),
         "max_model_len": st.integers(4, 48),
         "enable_prefix_caching": st.booleans(),
+        "num_host_blocks": st.sampled_from([0, 1, 4, 40]),
+        "host_bytes_per_s": st.sampled_from([1e12, 1e-3]),
     }
 )
 

@@ -38,6 +38,8 @@ def test_engine_metrics_mirror_the_last_statistics() -> None:
             total_blocks=10,
             free_blocks=3,
             cached_blocks=2,
+            host_blocks=3,
+            total_host_blocks=9,
             prompt_tokens_total=77,
             transfers_failed_total={"digest": 1, "lease": 2},
         )
@@ -47,6 +49,7 @@ def test_engine_metrics_mirror_the_last_statistics() -> None:
     assert found["vllm:prompt_tokens_total"] == 77
     assert found["vllm:kv_cache_usage_perc"] == 0.5
     assert found["pdserve_kv_blocks{state=used}"] == 5
+    assert (found["pdserve_host_kv_blocks{state=used}"], found["pdserve_host_kv_blocks{state=total}"]) == (3, 9)
     assert found["pdserve_transfers_failed_total{reason=lease}"] == 2
     metrics.update(EngineStats(running=1))
     assert samples(registry)["vllm:num_requests_running"] == 1

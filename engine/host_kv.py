@@ -1,0 +1,99 @@
+"""Host memory for the KV of preempted requests: the bytes, and the copies to and from the device's blocks.
+
+Owns one bounded allocation of slots, each as large as a block in all layers; pinned when the device is a GPU. Which
+slot belongs to whom is ``offload``'s business. Copies go on the runner's own stream, in order with its steps, so that
+nothing has to wait for them. Only the engine's thread touches it.
+
+    blocks --copy_out--> slots --copy_in--> blocks        through a buffer of a few blocks on the device
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+_GROUP_BYTES = 64 << 20
+"""Of the buffer on the device."""
+_PROBE_BLOCKS = 8
+
+
+class KVLayers(Protocol):
+    """What is asked of ``KVCache``."""
+
+    @property
+    def layers(self) -> list[torch.Tensor]:
+        """Per layer, by block id."""
+        ...
+
+
+class HostKV:
+    """As many slots as ``num_bytes`` holds."""
+
+    def __init__(self, cache: KVLayers, num_bytes: int) -> None:
+        """Allocate, and measure how fast copies are.
+
+        Raises:
+            ValueError: not even one block fits.
+        """
+        self._layers = cache.layers
+        block = self._layers[0][0]
+        self.block_bytes = block.nbytes * len(self._layers)
+        self.num_blocks = num_bytes // self.block_bytes
+        if self.num_blocks < 1:
+            raise ValueError(
+                f"host_kv_bytes={num_bytes} holds no block of {self.block_bytes} bytes: "
+                f"use --host-kv-bytes {16 * self.block_bytes} or more, or 0 for none"
+            )
+        self._group = max(1, _GROUP_BYTES // self.block_bytes)
+        shape = (self.num_blocks, len(self._layers), *block.shape)
+        if block.device.type == "cpu":
+            # calloc: pages cost nothing until they are written.
+            data = np.zeros(self.num_blocks * self.block_bytes, np.uint8)
+            self._slots = torch.from_numpy(data).view(block.dtype).view(shape)
+        else:
+            self._slots = torch.empty(shape, dtype=block.dtype, pin_memory=True)
+        self.bytes_per_s = self._measure()
+        """One way."""
+
+    def copy_out(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+        """What these blocks hold, to these slots."""
+        for at in range(0, len(block_ids), self._group):
+            ids = self._ids(block_ids[at : at + self._group])
+            gathered = torch.stack([layer.index_select(0, ids) for layer in self._layers], 1)
+            for index, slot in enumerate(slots[at : at + self._group]):
+                self._slots[slot].copy_(gathered[index], non_blocking=True)
+
+    def copy_in(self, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+        """What these slots hold, to these blocks."""
+        for at in range(0, len(block_ids), self._group):
+            ids = self._ids(block_ids[at : at + self._group])
+            gathered = torch.empty((len(ids), *self._slots.shape[1:]), dtype=self._slots.dtype, device=ids.device)
+            for index, slot in enumerate(slots[at : at + self._group]):
+                gathered[index].copy_(self._slots[slot], non_blocking=True)
+            for number, layer in enumerate(self._layers):
+                layer.index_copy_(0, ids, gathered[:, number])
+
+    def _ids(self, block_ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(block_ids, device=self._layers[0].device)
+
+    def _measure(self) -> float:
+        """Out and in again, so that nothing changes; the first round brings the pages."""
+        count = min(_PROBE_BLOCKS, self.num_blocks, len(self._layers[0]))
+        ids = list(range(count))
+        seconds = 0.0
+        for _ in range(2):
+            self._wait()
+            started_s = time.perf_counter()
+            self.copy_out(ids, ids)
+            self.copy_in(ids, ids)
+            self._wait()
+            seconds = time.perf_counter() - started_s
+        return 2 * count * self.block_bytes / max(seconds, 1e-9)
+
+    def _wait(self) -> None:
+        if self._layers[0].is_cuda:
+            torch.cuda.synchronize(self._layers[0].device)

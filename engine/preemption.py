@@ -1,0 +1,41 @@
+"""When a preempted request may come back: never so early that it would lose its blocks again before it got on.
+
+Pure; called by the scheduler. Why nothing locks up:
+
+- The victim is always the youngest request that runs, so the oldest one gets on, ends, and leaves its blocks.
+- A preempted request goes before all that wait, and comes back only with room for it *and* for what the others will
+  grow by until it has caught up (``headroom``); alone, it needs no more than its own.
+- Until then no blocks are reserved for KV that comes from elsewhere, which could not be taken back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine.config import EngineConfig
+from engine.request import Request
+
+
+def headroom(request: Request, running: Iterable[Request], config: EngineConfig) -> int:
+    """Blocks that must stay available when ``request`` comes back, for itself and ``running`` to grow into."""
+    growing = [other for other in running if not other.sends_kv]
+    if not growing:
+        return 0
+    behind = [max(0, other.num_tokens - other.num_computed_tokens - 1) for other in growing]
+    to_compute = sum(behind) + request.num_tokens - request.num_host_tokens
+    # A block's worth of tokens at least, else it would come and go with each token.
+    steps = max(config.block_size, -(-to_compute // max(1, config.max_num_batched_tokens - len(growing))) + 1)
+    own = _blocks(request, steps, config) - -(-request.num_tokens // config.block_size)
+    return own + sum(max(0, _blocks(other, steps, config) - len(other.block_table)) for other in growing)
+
+
+def _blocks(request: Request, steps: int, config: EngineConfig) -> int:
+    """That it holds after so many steps."""
+    longest = len(request.prompt_token_ids) + request.sampling.max_tokens
+    num_tokens = min(request.num_tokens + request.num_pending_tokens + steps, longest)
+    return -(-num_tokens // config.block_size)
+
+
+def is_catching_up(request: Request) -> bool:
+    """It was preempted, and computes again what it had."""
+    return request.was_preempted and request.num_computed_tokens < request.num_prefill_tokens - 1
