@@ -240,11 +240,11 @@ def leaks(member: Member) -> dict[str, float]:
             "pdserve_staging_bytes",
             "pdserve_leases",
             "pdserve_parked_handoffs",
+            "pdserve_host_kv_blocks{state=used}",
         )
         if samples.get(name, 0.0) != 0.0
     }
     blocks = {state: samples[f"pdserve_kv_blocks{{state={state}}}"] for state in ("free", "cached", "total")}
-            "pdserve_host_kv_blocks{state=used}",
     if blocks["free"] + blocks["cached"] != blocks["total"]:
         found["blocks"] = blocks["free"] + blocks["cached"] - blocks["total"]
     return found
