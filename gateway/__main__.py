@@ -93,6 +93,12 @@ def main(
         ),
     ] = None,
     share_ports: Annotated[bool, typer.Option("--share-ports", hidden=True)] = False,
+    tls_dir: Annotated[
+        str,
+        typer.Option(
+            envvar="PDSERVE_TLS_DIR", help="tls.crt, tls.key, ca.crt for mutual TLS with routers; empty: no TLS."
+        ),
+    ] = "",
     otlp_endpoint: Annotated[
         str, typer.Option(envvar="OTEL_EXPORTER_OTLP_ENDPOINT", help="Collector of traces (gRPC); empty: no traces.")
     ] = "",
@@ -113,6 +119,7 @@ def main(
             max_model_len=max_model_len,
             default_timeout_s=default_timeout_s,
             max_requests=max_requests,
+            tls_dir=tls_dir,
             otlp_endpoint=otlp_endpoint,
             trace_sample_ratio=trace_sample_ratio,
             share_ports=share_ports,

@@ -31,6 +31,7 @@ from gateway.routers import RouterPool
 from gateway.serving import Gateway
 from gateway.text import TextWorker
 from gateway.tokenize import detokenize, tokenize
+from pdserve import tls
 from telemetry.metrics import GatewayMetrics
 from telemetry.tracing import start_tracer
 
@@ -45,7 +46,7 @@ def create_app(config: GatewayConfig, model: ServedModel) -> FastAPI:
         config=config,
         model=model,
         text=TextWorker(model, config.tokenizer_threads),
-        routers=RouterPool(config.routers, config.router_wait_s),
+        routers=RouterPool(config.routers, config.router_wait_s, tls.from_option(config.tls_dir)),
         metrics=metrics,
         recent=RecentRequests(config.recent_requests),
         admission=Admission(config.max_requests, metrics.open_requests.set),

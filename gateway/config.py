@@ -46,6 +46,8 @@ class GatewayConfig:
     """Other gateway processes listen on the same ports."""
     own_port: int | None = None
     """A second HTTP port, of this process alone."""
+    tls_dir: str = ""
+    """Certificate, key and authority for the links to routers; empty: no TLS."""
     otlp_endpoint: str = ""
     """Collector of traces; empty: no traces."""
     trace_sample_ratio: float = 1.0

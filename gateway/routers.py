@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from gateway.errors import GatewayError, deadline_exceeded, from_failure, router_unavailable
 from pdserve.identity import new_identity
 from pdserve.session import Handle, Session
+from pdserve.tls import Tls
 from pdserve.v1 import inference_pb2 as pb
 
 OnOutput = Callable[[pb.Output], Awaitable[bool]]
@@ -27,15 +28,18 @@ OnOutput = Callable[[pb.Output], Awaitable[bool]]
 class RouterPool:
     """One session per router; each reconnects by itself."""
 
-    def __init__(self, addresses: Sequence[str], wait_s: float) -> None:
+    def __init__(self, addresses: Sequence[str], wait_s: float, tls: Tls | None = None) -> None:
         self._addresses = addresses
         self._wait_s = wait_s
+        self._tls = tls
         self._sessions: list[Session] = []
         self._changed = asyncio.Event()
 
     async def start(self) -> None:
         identity = new_identity("gateway", f"gateway-{uuid.uuid4().hex[:12]}")
-        self._sessions = [Session.start(address, identity, self._on_change) for address in self._addresses]
+        self._sessions = [
+            Session.start(address, identity, self._on_change, tls=self._tls) for address in self._addresses
+        ]
 
     async def close(self) -> None:
         await asyncio.gather(*(session.close() for session in self._sessions))

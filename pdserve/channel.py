@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdserve import health
+from pdserve.tls import SERVER_NAME, Tls
 from pdserve.v1 import gateway_pb2, gateway_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -39,13 +40,19 @@ _SERVER: list[tuple[str, int]] = [
 ]
 
 Servicer = (
-    inference_pb2_grpc.GenerationServicer | worker_pb2_grpc.KVHandoffServicer | gateway_pb2_grpc.InferenceServicer
+    inference_pb2_grpc.GenerationServicer
+    | worker_pb2_grpc.KVHandoffServicer
+    | worker_pb2_grpc.WorkerAdminServicer
+    | gateway_pb2_grpc.InferenceServicer
 )
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to ``host:port``. The caller closes it."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+def open_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
+    """A channel to ``host:port``; ``tls``: only to a server of this cluster. The caller closes it."""
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", SERVER_NAME)]
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)
 
 
 async def serve(
@@ -55,11 +62,12 @@ async def serve(
     *,
     is_ready: Callable[[], bool] | None = None,
     share_port: bool = False,
+    tls: Tls | None = None,
 ) -> tuple[grpc.aio.Server, int]:
     """Start a server for ``servicers`` plus health and reflection; port 0 takes a free one.
 
-    ``share_port``: other processes of ours listen on it, too. ``is_ready`` is asked whenever somebody asks for the
-    server's health; without it the server is always healthy.
+    ``share_port``: other processes of ours listen on it, too. ``tls``: only clients of this cluster. ``is_ready`` is
+    asked whenever somebody asks for the server's health; without it the server is always healthy.
     Returns the server, which the caller stops, and the bound port. Raises OSError when the port cannot be had.
     """
     # Not shared: a port in use is an error, not a silent second listener.
@@ -69,7 +77,8 @@ async def serve(
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     try:
-        bound_port = server.add_insecure_port(f"{host}:{port}")
+        at = f"{host}:{port}"
+        bound_port = server.add_secure_port(at, tls.server_credentials()) if tls else server.add_insecure_port(at)
     except RuntimeError as error:
         raise OSError(f"cannot listen on {host}:{port}; free the port or choose another with --port") from error
     await server.start()
@@ -84,5 +93,8 @@ def _add(servicer: Servicer, server: grpc.aio.Server) -> str:
     if isinstance(servicer, gateway_pb2_grpc.InferenceServicer):
         gateway_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
         return str(gateway_pb2.DESCRIPTOR.services_by_name["Inference"].full_name)
+    if isinstance(servicer, worker_pb2_grpc.WorkerAdminServicer):
+        worker_pb2_grpc.add_WorkerAdminServicer_to_server(servicer, server)
+        return str(worker_pb2.DESCRIPTOR.services_by_name["WorkerAdmin"].full_name)
     worker_pb2_grpc.add_KVHandoffServicer_to_server(servicer, server)
     return str(worker_pb2.DESCRIPTOR.services_by_name["KVHandoff"].full_name)

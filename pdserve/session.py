@@ -24,6 +24,7 @@ import grpc
 from pdserve import terminal
 from pdserve.channel import open_channel
 from pdserve.pulse import LOST_AFTER_S, Pulse
+from pdserve.tls import Tls
 from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import inference_pb2_grpc, kv_pb2
 
@@ -116,6 +117,7 @@ class Session:
         identity: kv_pb2.WorkerIdentity,
         on_change: Callable[[Session], None] | None = None,
         on_load: Callable[[pb.Load], None] | None = None,
+        tls: Tls | None = None,
     ) -> None:
         self.address = address
         self.peer: kv_pb2.WorkerIdentity | None = None
@@ -129,6 +131,7 @@ class Session:
         self._identity = identity
         self._on_change = on_change
         self._on_load = on_load
+        self._tls = tls
         self._open: dict[str, Handle] = {}
         self._opens: deque[pb.GenerateRequest] = deque()
         self._aborts: deque[pb.Abort] = deque()
@@ -143,10 +146,11 @@ class Session:
         identity: kv_pb2.WorkerIdentity,
         on_change: Callable[[Session], None] | None = None,
         on_load: Callable[[pb.Load], None] | None = None,
+        tls: Tls | None = None,
     ) -> Session:
         """A session that connects in the background and keeps trying; ``on_change`` hears of alive, lost, draining,
         ``on_load`` of each report."""
-        session = cls(address, identity, on_change, on_load)
+        session = cls(address, identity, on_change, on_load, tls)
         session._task = asyncio.create_task(session._run(), name=f"session {address}")
         return session
 
@@ -158,9 +162,10 @@ class Session:
         *,
         timeout_s: float = 5.0,
         on_change: Callable[[Session], None] | None = None,
+        tls: Tls | None = None,
     ) -> Session:
         """A session that is alive. Raises ConnectionError when nobody answered in time."""
-        session = cls.start(address, identity, on_change)
+        session = cls.start(address, identity, on_change, tls=tls)
         try:
             if await session.wait_alive(timeout_s):
                 return session
@@ -247,7 +252,7 @@ class Session:
 
     async def _run_once(self) -> str:
         """One connection, from the first hello to its loss; returns why it was lost."""
-        channel = open_channel(self.address)
+        channel = open_channel(self.address, self._tls)
         call: Call | None = None
         tasks: list[asyncio.Task[None]] = []
         try:

@@ -34,6 +34,9 @@ def main(
     drain_timeout_s: Annotated[float, typer.Option(help="after SIGTERM, what runs may go on for so long")] = 10.0,
     min_prefill_workers: Annotated[int, typer.Option(help="not ready before so many were reached")] = 0,
     min_decode_workers: Annotated[int, typer.Option(help="not ready before so many were reached")] = 1,
+    tls_dir: Annotated[
+        str, typer.Option(envvar="PDSERVE_TLS_DIR", help="tls.crt, tls.key, ca.crt for mutual TLS; empty: no TLS")
+    ] = "",
     otlp_endpoint: Annotated[
         str, typer.Option(envvar="OTEL_EXPORTER_OTLP_ENDPOINT", help="collector of traces (gRPC); empty: no traces")
     ] = "",
@@ -58,6 +61,7 @@ def main(
             drain_timeout_s=drain_timeout_s,
             min_prefill_workers=min_prefill_workers,
             min_decode_workers=min_decode_workers,
+            tls_dir=tls_dir,
             otlp_endpoint=otlp_endpoint,
         )
         uvloop.run(_run(config))

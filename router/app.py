@@ -11,6 +11,7 @@ from functools import partial
 import structlog
 from prometheus_client import CollectorRegistry
 
+from pdserve import tls
 from pdserve.channel import serve
 from pdserve.identity import new_identity
 from pdserve.session_server import SessionServer
@@ -42,9 +43,14 @@ class Router:
         self._metrics_registry = CollectorRegistry()
         metrics = RouterMetrics(self._metrics_registry)
         identity = new_identity("router", config.router_id or f"router-{socket.gethostname()}-{os.getpid()}")
+        self._tls = tls.from_option(config.tls_dir)
         self._registry = WorkerRegistry(config.redis_url)
         self.workers = Workers(
-            self._registry, identity, config.poll_interval_s, on_registry_failure=metrics.registry_failures.inc
+            self._registry,
+            identity,
+            config.poll_interval_s,
+            on_registry_failure=metrics.registry_failures.inc,
+            tls=self._tls,
         )
         policy = make_policy(config.policy)
         self.index = PrefixIndex()
@@ -65,7 +71,11 @@ class Router:
         config = self._config
         self.metrics_port = await self._status.start(config.host, config.metrics_port)
         self._server, self.port = await serve(
-            [self._sessions], config.host, config.port, is_ready=lambda: self._service.not_ready() is None
+            [self._sessions],
+            config.host,
+            config.port,
+            is_ready=lambda: self._service.not_ready() is None,
+            tls=self._tls,
         )
         self._sessions.identity.address = f"{config.host}:{self.port}"
         self._tasks = [asyncio.create_task(self.workers.run(), name="workers")]

@@ -38,6 +38,8 @@ class RouterConfig:
     min_prefill_workers: int = 0
     min_decode_workers: int = 1
     """Ready only once so many workers were reached; after that, while there is any worker that can decode."""
+    tls_dir: str = ""
+    """Certificate, key and authority for every link of the cluster; empty: no TLS."""
     otlp_endpoint: str = ""
     """Collector of traces; empty: no traces."""
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import structlog
 
 from pdserve.session import Session
+from pdserve.tls import Tls
 from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import kv_pb2
 from registry import RegistryUnavailable, WorkerRecord, WorkerRegistry
@@ -91,11 +92,13 @@ class Workers:
         identity: kv_pb2.WorkerIdentity,
         poll_interval_s: float,
         on_registry_failure: Callable[[], None] = lambda: None,
+        tls: Tls | None = None,
     ) -> None:
         self.known: dict[str, Worker] = {}
         """By worker_id."""
         self._registry = registry
         self._identity = identity
+        self._tls = tls
         self._poll_interval_s = poll_interval_s
         self._on_registry_failure = on_registry_failure
         self._registry_answers = True
@@ -190,7 +193,13 @@ class Workers:
         self._notify()
 
     def _connect(self, record: WorkerRecord, load: WorkerLoad) -> Session:
-        return Session.start(record.address, self._identity, on_change=lambda _: self._notify(), on_load=load.report)
+        return Session.start(
+            record.address,
+            self._identity,
+            on_change=lambda _: self._notify(),
+            on_load=load.report,
+            tls=self._tls,
+        )
 
     def _notify(self) -> None:
         self._usable = None

@@ -15,6 +15,7 @@ import grpc
 from engine.messages import PeerAlive, PeerFrame, PeerLost
 from pdserve.channel import open_channel
 from pdserve.pulse import LOST_AFTER_S
+from pdserve.tls import Tls
 from pdserve.v1 import kv_pb2, worker_pb2, worker_pb2_grpc
 from worker.handoff_stream import HandoffStream, StreamLost, describe, read_hello
 from worker.peer import Peer, decode_peer
@@ -27,10 +28,11 @@ ToEngineSender = Callable[[PeerFrame | PeerAlive | PeerLost], object]
 
 
 class HandoffClient:
-    def __init__(self, to_engine: ToEngineSender) -> None:
+    def __init__(self, to_engine: ToEngineSender, tls: Tls | None = None) -> None:
         self.identity = kv_pb2.WorkerIdentity()
         """Of the engine's current incarnation; set before the first frame."""
         self._to_engine = to_engine
+        self._tls = tls
         self._streams: dict[str, tuple[HandoffStream, asyncio.Task[None]]] = {}
 
     def __len__(self) -> int:
@@ -67,7 +69,7 @@ class HandoffClient:
         peer = decode_peer(stream.peer)
         reason = "closed here"
         try:
-            async with open_channel(peer.address) as channel:
+            async with open_channel(peer.address, self._tls) as channel:
                 reason = await self._carry(channel, peer, stream)
         except (StreamLost, grpc.RpcError, TimeoutError) as error:
             reason = describe(error)
