@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from bench.gpu_trace import trace_gaps
-from bench.random_models import SHAPES, SOURCE, write_config
+from bench.random_models import SHAPES, write_model
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.gpu_runner import GpuRunner
@@ -107,12 +107,13 @@ class Bench:
         self._made = 0
         with tempfile.TemporaryDirectory() as name:
             settings: dict[str, object] = {
-                "model": write_config(model, Path(name)), "device": "cuda", "block_size": 64, "max_num_seqs": 1024,
-                "max_num_batched_tokens": 8192, "max_model_len": 36000, "max_waiting_requests": 4096, **options,
+                "model": write_model(model, Path(name)), "load_format": "dummy", "device": "cuda", "block_size": 64,
+                "max_num_seqs": 1024, "max_num_batched_tokens": 8192, "max_model_len": 36000,
+                "max_waiting_requests": 4096, **options,
             }  # fmt: skip
             config = EngineConfig(**settings)  # type: ignore[arg-type]
             started_s = time.monotonic()
-            self.runner = GpuRunner(config, SOURCE)
+            self.runner = GpuRunner(config)
             self.add("start (weights made, not read)", "s", [time.monotonic() - started_s])
         self.config = config
 

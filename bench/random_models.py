@@ -1,18 +1,18 @@
-"""Models of true shapes with random weights, made on the device: no checkpoint is needed to measure speed.
+"""Models of true shapes and random weights: no checkpoint is needed to measure speed.
 
-Owns the two shapes of docs/performance.md and a stand-in for ``WeightReader``. Used by ``bench.gpu_engine``.
+Owns the two shapes of docs/performance.md, and what a model directory of theirs holds. Used by the GPU benchmarks.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
-from engine.gpu_runner import WeightSource
-from engine.weights import WeightReader
+from engine.dummy_weights import DummyWeights
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
@@ -64,37 +64,58 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-class RandomWeights:
-    """Each tensor drawn when it is taken; norms are ones."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype, self._device = dtype, device
-        self._generator = torch.Generator(device).manual_seed(0)
-
-    def __enter__(self) -> RandomWeights:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return
-
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
-        if name.endswith("norm.weight"):
-            return tensor.fill_(1.0)
-        return tensor.normal_(0.0, 0.02, generator=self._generator)
-
-    def discard(self, name: str) -> None:
-        return
-
-
-def write_config(name: str, directory: Path) -> str:
+def write_model(name: str, directory: Path, *, with_tokenizer: bool = False) -> str:
+    """What ``--load-format dummy`` needs: the configuration, and for a gateway a tokenizer with a text for every id."""
+    directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(SHAPES[name]))
+    if with_tokenizer:
+        _write_tokenizer(SHAPES[name]["vocab_size"], directory)
     return str(directory)
 
 
-def random_weights(directory: Path, dtype: torch.dtype, device: torch.device) -> WeightReader:
-    """A ``WeightSource``."""
-    return cast(WeightReader, RandomWeights(dtype, device))
+def _write_tokenizer(vocab_size: int, directory: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    # \u0120 is how a byte-level tokenizer spells a space.
+    words = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words += [f"\u0120w{index}" for index in range(len(words), vocab_size)]
+    backend = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=words[0])  # type: ignore[no-untyped-call]
+    tokenizer.save_pretrained(directory)
 
 
-SOURCE: WeightSource = random_weights
+def write_checkpoint(name: str, directory: Path, device: torch.device) -> int:
+    """The same with files of random weights, a shard a layer, to measure loading; their bytes."""
+    write_model(name, directory)
+    shape = SHAPES[name]
+    hidden, inner, head_dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    q_size, kv_size = shape["num_attention_heads"] * head_dim, shape["num_key_value_heads"] * head_dim
+    whole = {"model.embed_tokens": (shape["vocab_size"], hidden), "model.norm": (hidden,)}
+    if not shape["tie_word_embeddings"]:
+        whole["lm_head"] = (shape["vocab_size"], hidden)
+    layer = {
+        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,), "self_attn.q_proj": (q_size, hidden),
+        "self_attn.k_proj": (kv_size, hidden), "self_attn.v_proj": (kv_size, hidden),
+        "self_attn.o_proj": (hidden, q_size), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }  # fmt: skip
+    if shape["model_type"] == "qwen3":
+        layer |= {"self_attn.q_norm": (head_dim,), "self_attn.k_norm": (head_dim,)}
+    shards = [whole]
+    shards += [
+        {f"model.layers.{i}.{key}": size for key, size in layer.items()} for i in range(shape["num_hidden_layers"])
+    ]
+    weights = DummyWeights(torch.bfloat16, device)
+    weight_map: dict[str, str] = {}
+    num_bytes = 0
+    for number, shard in enumerate(shards):
+        file = f"model-{number:05}.safetensors"
+        tensors = {f"{key}.weight": weights.take(f"{key}.weight", size).cpu() for key, size in shard.items()}
+        save_file(tensors, directory / file)
+        weight_map |= dict.fromkeys(tensors, file)
+        num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return num_bytes

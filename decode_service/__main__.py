@@ -24,6 +24,7 @@ def main(
     advertised_host: config.AdvertisedHost = "",
     device: config.Device = None,
     gpu_memory_utilization: config.GpuMemoryUtilization = None,
+    load_format: config.LoadFormat = None,
     dtype: config.Dtype = None,
     block_size: config.BlockSize = None,
     num_blocks: config.NumBlocks = None,
@@ -54,6 +55,7 @@ def main(
             engine_options=config.engine_options(
                 device=device,
                 gpu_memory_utilization=gpu_memory_utilization,
+                load_format=load_format,
                 dtype=dtype,
                 block_size=block_size,
                 num_blocks=num_blocks,

@@ -12,6 +12,8 @@ class EngineConfig:
     model: str
     """Directory or hub name (org/name)."""
     device: str = "cpu"
+    load_format: str = "auto"
+    """auto (safetensors) | dummy (random weights: to measure without a checkpoint)."""
     dtype: str = "auto"
     """auto (of the checkpoint) | float32 | bfloat16: weights, activations and KV."""
     block_size: int = 32
@@ -52,6 +54,8 @@ class EngineConfig:
             )
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ValueError(f"dtype={self.dtype!r} is not supported: use auto, float32, bfloat16 or float16")
+        if self.load_format not in ("auto", "dummy"):
+            raise ValueError(f"load_format={self.load_format!r} is not supported: use auto or dummy")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1")
         if not 0 < self.max_peer_pool_fraction <= 1:

@@ -14,13 +14,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import structlog
 import torch
 
 from engine.batch import SampledBatch, ScheduledBatch
 from engine.config import EngineConfig
+from engine.dummy_weights import open_weights
 from engine.gpu_batch import PackedStep, RequestSlots, pack_step
 from engine.gpu_forward import GpuForward, StepShape
 from engine.gpu_sampler import DrawnLogprobs, GpuSampler, draw_params
@@ -31,11 +31,9 @@ from engine.messages import TokenLogprobs
 from engine.model_config import ModelConfig, load_model_config
 from engine.model_runner import OnLayers, longest_request
 from engine.models import build_model
-from engine.weights import WeightReader, model_fingerprint, resolve_model
+from engine.weights import resolve_model
 
 log = structlog.get_logger()
-
-WeightSource = Callable[[Path, torch.dtype, torch.device], WeightReader]
 
 _RING = 3
 """Steps whose host memory is in use: two launched and not read, one being packed."""
@@ -81,8 +79,8 @@ class GpuStep:
 class GpuRunner:
     """One model on one device."""
 
-    def __init__(self, config: EngineConfig, weights: WeightSource | None = None) -> None:
-        """Load, measure, allocate, capture. ``weights``: where tensors come from instead of the model's files."""
+    def __init__(self, config: EngineConfig) -> None:
+        """Load, measure, allocate, capture."""
         started_s = time.monotonic()
         self.config = config
         asked = torch.device(config.device)
@@ -97,13 +95,13 @@ class GpuRunner:
         self.max_model_len = longest_request(config, self.model_config)
         self.eos_token_ids = list(self.model_config.eos_token_ids)
         self.vocab_size = self.model_config.vocab_size
-        self.model_fingerprint = model_fingerprint(directory, self.model_config) if weights is None else "given"
 
         max_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._slots = RequestSlots(max_rows, self.max_model_len // config.block_size + 1, config.block_size)
         self._kernels = TritonKernels(max_requests=max_rows)
-        with (weights or WeightReader)(directory, self.dtype, self.device) as source, torch.inference_mode():
-            self._model = build_model(self.model_config, source, self._kernels, self.max_model_len)
+        source, self.model_fingerprint = open_weights(config, directory, self.model_config, self.dtype, self.device)
+        with source as weights, torch.inference_mode():
+            self._model = build_model(self.model_config, weights, self._kernels, self.max_model_len)
         loaded_s = time.monotonic()
         with torch.inference_mode():
             self._sampler = GpuSampler(max_rows, self.eos_token_ids, self.device)

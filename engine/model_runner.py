@@ -14,13 +14,14 @@ import torch
 from engine.batch import SampledBatch, ScheduledBatch, build_forward_batch
 from engine.config import EngineConfig
 from engine.cpu_threads import CpuThreads
+from engine.dummy_weights import open_weights
 from engine.kernels import Kernels, fastest_kernels
 from engine.kv_cache import KVCache
 from engine.messages import TokenLogprobs
 from engine.model_config import ModelConfig, load_model_config
 from engine.models import build_model
 from engine.sampler import Sampler
-from engine.weights import WeightReader, model_fingerprint, resolve_model
+from engine.weights import resolve_model
 
 log = structlog.get_logger()
 
@@ -41,7 +42,6 @@ class ModelRunner:
         self.model_config: ModelConfig = load_model_config(directory)
         self.dtype = getattr(torch, self.model_config.dtype if config.dtype == "auto" else config.dtype)
         self.max_model_len = longest_request(config, self.model_config)
-        self.model_fingerprint = model_fingerprint(directory, self.model_config)
         self.eos_token_ids = list(self.model_config.eos_token_ids)
         self.vocab_size = self.model_config.vocab_size
 
@@ -51,7 +51,8 @@ class ModelRunner:
         # cores made it five times slower. ``run`` sets the number for computing.
         self._num_threads = 1
         self._kernels.set_num_threads(self._num_threads)
-        with WeightReader(directory, self.dtype, self.device) as weights, torch.inference_mode():
+        source, self.model_fingerprint = open_weights(config, directory, self.model_config, self.dtype, self.device)
+        with source as weights, torch.inference_mode():
             self._model = build_model(self.model_config, weights, self._kernels, self.max_model_len)
         self.num_blocks = _num_blocks(config, self.model_config, self.dtype, self.max_model_len)
         self.kv_cache = KVCache(

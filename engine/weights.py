@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 import xxhash
@@ -48,6 +48,24 @@ def resolve_model(model: str) -> Path:
     return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
 
 
+class Weights(Protocol):
+    """Where a model's tensors come from. A context: leaving it says that all that is needed was taken."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None: ...
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor of that name, in the engine's dtype and on its device. The caller owns it."""
+        ...
+
+    def discard(self, name: str) -> None:
+        """The model does not need this one."""
+        ...
+
+
 class WeightReader:
     """Takes tensors by name from the safetensors files of a directory, once each, with a progress bar on a terminal.
 
@@ -74,7 +92,7 @@ class WeightReader:
         )
         self._task = self._progress.add_task("", total=sum(path.stat().st_size for path in paths))
 
-    def __enter__(self) -> WeightReader:
+    def __enter__(self) -> Self:
         self._progress.start()
         return self
 

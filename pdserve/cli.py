@@ -43,6 +43,12 @@ def up(
     local_prefill_tokens: Annotated[
         int | None, typer.Option(help="Prompts with fewer uncached tokens are prefilled where they decode; 0 = none.")
     ] = None,
+    load_format: Annotated[
+        str | None, typer.Option(help="auto (safetensors) or dummy: random weights, to measure speed.")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="Token budget of a step.  [default: 512; GPU: 8192]")
+    ] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + output.  [default: the model's]")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda (spread over the GPUs) or cuda:N.")] = "auto",
     gpu_memory_utilization: Annotated[

@@ -66,6 +66,7 @@ Device = Annotated[str | None, typer.Option(help="auto | cpu | cuda | cuda:N.  [
 GpuMemoryUtilization = Annotated[
     float | None, typer.Option(help="CUDA: part of the device's memory for this worker.  [default: 0.9]")
 ]
+LoadFormat = Annotated[str | None, typer.Option(help="auto (safetensors) | dummy (random weights, to measure speed).")]
 Dtype = Annotated[str | None, typer.Option(help="auto | float32 | bfloat16 | float16: weights and KV.")]
 BlockSize = Annotated[int | None, typer.Option(help="Tokens a KV block.  [default: 32; GPU: 64]")]
 NumBlocks = Annotated[int | None, typer.Option(help="Blocks in the pool; else from --kv-cache-bytes.")]

@@ -7,14 +7,14 @@ import torch
 from engine.batch import ForwardBatch
 from engine.kernels import Kernels
 from engine.model_config import ModelConfig
-from engine.weights import WeightReader
+from engine.weights import Weights
 
 
 class Attention:
     """One layer's attention. The three input projections are one matrix: fewer, larger products."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, weights: WeightReader, kernels: Kernels, cos_sin: torch.Tensor
+        self, config: ModelConfig, layer: int, weights: Weights, kernels: Kernels, cos_sin: torch.Tensor
     ) -> None:
         self._kernels = kernels
         self._cos_sin = cos_sin

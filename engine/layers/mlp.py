@@ -6,13 +6,13 @@ import torch
 
 from engine.kernels import Kernels
 from engine.model_config import ModelConfig
-from engine.weights import WeightReader
+from engine.weights import Weights
 
 
 class GatedMLP:
     """``down(silu(gate(x)) * up(x))``."""
 
-    def __init__(self, config: ModelConfig, layer: int, weights: WeightReader, kernels: Kernels) -> None:
+    def __init__(self, config: ModelConfig, layer: int, weights: Weights, kernels: Kernels) -> None:
         prefix = f"model.layers.{layer}.mlp."
         inner, hidden = config.intermediate_size, config.hidden_size
         halves = ("gate_proj", "up_proj")

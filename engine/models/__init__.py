@@ -11,7 +11,7 @@ import torch
 from engine.batch import ForwardBatch
 from engine.kernels import Kernels
 from engine.model_config import ModelConfig, UnsupportedModelError
-from engine.weights import WeightReader
+from engine.weights import Weights
 
 MODELS = {
     "LlamaForCausalLM": "engine.models.llama:LlamaForCausalLM",
@@ -35,7 +35,7 @@ class CausalLM(Protocol):
         ...
 
 
-def build_model(config: ModelConfig, weights: WeightReader, kernels: Kernels, max_model_len: int) -> CausalLM:
+def build_model(config: ModelConfig, weights: Weights, kernels: Kernels, max_model_len: int) -> CausalLM:
     """The model of that architecture, its weights taken from ``weights``."""
     if config.architecture not in MODELS:
         raise UnsupportedModelError(

@@ -17,14 +17,14 @@ from engine.layers.attention import Attention
 from engine.layers.mlp import GatedMLP
 from engine.layers.rope import rope_table
 from engine.model_config import ModelConfig
-from engine.weights import WeightReader
+from engine.weights import Weights
 
 
 class DecoderLayer:
     """Pre-norm attention and MLP around one residual stream."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, weights: WeightReader, kernels: Kernels, cos_sin: torch.Tensor
+        self, config: ModelConfig, layer: int, weights: Weights, kernels: Kernels, cos_sin: torch.Tensor
     ) -> None:
         prefix, hidden = f"model.layers.{layer}.", (config.hidden_size,)
         self._norm = kernels.fused_add_rms_norm
@@ -54,7 +54,7 @@ class DecoderLayer:
 class LlamaForCausalLM:
     """Token ids in, hidden states and logits out."""
 
-    def __init__(self, config: ModelConfig, weights: WeightReader, kernels: Kernels, max_model_len: int) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels, max_model_len: int) -> None:
         self.config = config
         self._norm = kernels.fused_add_rms_norm
         self._embedding = weights.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))

@@ -122,7 +122,9 @@ def free_ports(count: int) -> list[int]:
 def _worker_flags(settings: UpSettings) -> list[str]:
     return [
         *("--dtype", settings.dtype),
+        *_optional("--load-format", settings.load_format),
         *_optional("--kv-cache-bytes", settings.kv_cache_bytes),
+        *_optional("--max-num-batched-tokens", settings.max_num_batched_tokens),
         *_optional("--max-model-len", settings.max_model_len),
         *_optional("--num-threads", settings.num_threads),
         *_optional("--transfer", settings.transfer),

@@ -34,6 +34,9 @@ class UpSettings:
     """URL of a Redis that runs already; None: start our own."""
     policy: str | None = None
     local_prefill_tokens: int | None = None
+    load_format: str | None = None
+    max_num_batched_tokens: int | None = None
+    """Of a step of each worker."""
     max_model_len: int | None = None
     device: str = "auto"
     """auto | cpu | cuda (workers are spread over the GPUs) | cuda:N (all on that one)."""

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
+from engine.batch import ScheduledBatch, ScheduledItem
+from engine.config import EngineConfig
 from engine.devices import config_for_device, resolve_device
 from engine.kernels import fastest_kernels
+from engine.messages import SamplingParams
+from engine.model_runner import ModelRunner
+from engine.request import Request, RequestStatus
+from tests.unit.test_model_config import LLAMA
 
 
 def test_the_device_that_is_there_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,3 +38,21 @@ def test_a_gpu_gets_larger_blocks_and_steps() -> None:
 def test_cuda_takes_the_triton_kernels() -> None:
     pytest.importorskip("triton")
     assert fastest_kernels(torch.device("cuda"))[0].name == "triton"
+
+
+def test_dummy_weights_are_the_same_for_workers_apart(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    config = EngineConfig(model=str(tmp_path), load_format="dummy", dtype="float32", num_blocks=4)
+    one, two = ModelRunner(config), ModelRunner(config)
+    assert one.model_fingerprint == two.model_fingerprint
+    batch = ScheduledBatch([ScheduledItem(a_request(), 5, 0, True)], 1)
+    assert one.run(batch).token_ids == two.run(batch).token_ids != [None]
+    with pytest.raises(ValueError, match="use auto or dummy"):
+        EngineConfig(model="m", load_format="gguf")
+
+
+def a_request() -> Request:
+    request = Request("r", [5, 6, 7, 8, 9], [], SamplingParams(max_tokens=2), 0.0, 1.0)
+    request.transition(RequestStatus.RUNNING)
+    request.block_table = [1]
+    return request
