@@ -4,7 +4,7 @@
 PYTHON_BIN := .venv/bin
 CORES := $(shell nproc)
 
-.PHONY: up test check test-gpu sanitize-gpu bench proto fmt clean help
+.PHONY: up test test-faults check test-gpu sanitize-gpu bench proto fmt clean help
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 12
@@ -15,6 +15,9 @@ up: .venv/serve.stamp  ## start a cluster on this host and ask it something; Ctr
 test: .venv/dev.stamp  ## every test that needs no GPU
 	$(PYTHON_BIN)/python -m pdserve.model_store
 	OMP_NUM_THREADS=$(CORES) $(PYTHON_BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+test-faults: .venv/dev.stamp  ## the whole fault matrix, about half an hour; writes its table into docs/operations.md
+	OMP_NUM_THREADS=1 $(PYTHON_BIN)/python -m tests.faults --table $(ARGS)
 
 test-gpu: .venv/dev.stamp  ## the tests of the GPU kernels
 	$(PYTHON_BIN)/python -m pytest -m gpu $(ARGS)

