@@ -4,7 +4,7 @@
 PYTHON_BIN := .venv/bin
 CORES := $(shell nproc)
 
-.PHONY: up test test-faults check test-gpu sanitize-gpu bench proto fmt clean help
+.PHONY: up test test-faults soak check test-gpu sanitize-gpu bench proto fmt clean help
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 12
@@ -18,6 +18,9 @@ test: .venv/dev.stamp  ## every test that needs no GPU
 
 test-faults: .venv/dev.stamp  ## the whole fault matrix, about half an hour; writes its table into docs/operations.md
 	OMP_NUM_THREADS=1 $(PYTHON_BIN)/python -m tests.faults --table $(ARGS)
+
+soak: .venv/dev.stamp  ## 1,000 random fault schedules under load, about five hours; ARGS="--seed N" replays one
+	OMP_NUM_THREADS=1 $(PYTHON_BIN)/python -m tests.faults.soak $(ARGS)
 
 test-gpu: .venv/dev.stamp  ## the tests of the GPU kernels
 	$(PYTHON_BIN)/python -m pytest -m gpu $(ARGS)

@@ -63,7 +63,9 @@ class Asking:
         self.num_tokens = 0
         """So far."""
         self._http_port, self._grpc_port = http_port, grpc_port
-        self._prompt, self._max_tokens = prompt, max_tokens
+        self.max_tokens = max_tokens
+        self.shape = shape
+        self._prompt = prompt
         self._salt = cache_salt or uuid.uuid4().hex
         self._left = threading.Event()
         self._connection: http.client.HTTPConnection | None = None
@@ -105,7 +107,7 @@ class Asking:
         self.outcome.elapsed_s = time.monotonic() - self._started_s
 
     def _run_http(self, shape: str) -> None:
-        body = {"model": "test-model", "prompt": self._prompt, "temperature": 0, "max_tokens": self._max_tokens}
+        body = {"model": "test-model", "prompt": self._prompt, "temperature": 0, "max_tokens": self.max_tokens}
         body |= {"return_token_ids": True, "cache_salt": self._salt, "stream": shape == "stream"}
         timeout_s = self.timeout_s + GRACE_S
         self._connection = connection = http.client.HTTPConnection("127.0.0.1", self._http_port, timeout=timeout_s)
@@ -148,7 +150,7 @@ class Asking:
         with pdserve.Client(address, deadline_s=self.timeout_s) as client:
             try:
                 self._stream = client.stream(
-                    self._prompt, max_tokens=self._max_tokens, temperature=0, cache_salt=self._salt
+                    self._prompt, max_tokens=self.max_tokens, temperature=0, cache_salt=self._salt
                 )
                 for chunk in self._stream:
                     self._tokens(chunk.token_ids)

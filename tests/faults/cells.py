@@ -22,6 +22,8 @@ from tests.faults.states import BY_NAME, STATES, Since, State, look
 
 REACH_TIMEOUT_S = 12.0
 RELEASE_AFTER_S = 0.3
+LATE_S = 2.0
+"""The gateway ends a request at its deadline; a stopped one cannot before it is woken."""
 HEALTHY_TIMEOUT_S = 60.0
 SERVE_TIMEOUT_S = 20.0
 
@@ -107,7 +109,7 @@ class Runner:
             result.problems.append(str(error))
         finally:
             state.release(self.fleet)
-            self.fleet.untreat("fault")
+            self.fleet.untreat_all()
         result.seconds = round(time.monotonic() - started_s, 1)
         return result
 
@@ -133,7 +135,8 @@ class Runner:
             time.sleep(max(0.0, fault.hold_s - RELEASE_AFTER_S))
             fault.heal(context)
         for member in drained:
-            self._end_drain(member)
+            if member not in context.victims:
+                self._end_drain(member)
         for asking in asked:
             outcome = asking.wait()
             result.ended.append(str(outcome))
@@ -142,14 +145,14 @@ class Runner:
                 right = frozenset({"answer"})
             if state.drains:
                 right |= {"answer"} if not fault.must_fail else frozenset()
-            result.problems += self.judge(outcome, right)
+            result.problems += self.judge(outcome, right, asking)
         for other in context.others:
-            result.problems += self.judge(other.wait(), frozenset({"answer", "overloaded"}), len(reference.answer))
+            result.problems += self.judge(other.wait(), ends(fault, cell.place, cell.shape), other)
         self.check_recovery(result.problems)
 
-    def judge(self, outcome: Outcome, right: frozenset[str], max_tokens: int = 0) -> list[str]:
+    def judge(self, outcome: Outcome, right: frozenset[str], asking: Asking) -> list[str]:
         """What is wrong about how a request ended."""
-        answer = self._reference.answer
+        answer = self._reference.answer[: asking.max_tokens]
         problems = []
         if outcome.kind not in right and outcome.code not in right:
             problems.append(f"ended as {outcome} ({outcome.message}); right: {', '.join(sorted(right))}")
@@ -157,7 +160,11 @@ class Runner:
             problems.append(f"{outcome.terminals} terminal events")
         if outcome.token_ids != answer[: len(outcome.token_ids)]:
             problems.append(f"wrong tokens: {outcome.token_ids}")
-        if outcome.kind == "answer" and not max_tokens and len(outcome.token_ids) != len(answer):
+        if outcome.kind != "gone" and outcome.elapsed_s > asking.timeout_s + LATE_S:
+            problems.append(
+                f"ended {outcome.elapsed_s:.1f} s after it was asked, its deadline was {asking.timeout_s:g} s"
+            )
+        if outcome.kind == "answer" and len(outcome.token_ids) != len(answer):
             problems.append(f"{len(outcome.token_ids)} tokens, right: {len(answer)}")
         return problems
 

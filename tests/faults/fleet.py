@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -87,7 +88,7 @@ class Fleet(Cluster):
         self.redis_ports = [free_port(), free_port()]
         for name, port in zip(("redis", "redis-standby"), self.redis_ports, strict=True):
             argv = [str(get_binary_path()), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", "/tmp"]
-            self.add(name, [*argv, "--appendonly", "no", "--repl-diskless-load", "on-empty-db"], port, 0)
+            self.add(name, [*argv, "--appendonly", "no", "--repl-diskless-sync-delay", "0"], port, 0)
         for port in self.redis_ports:
             wait_until("Redis answers", lambda port=port: redis_answers(port))
         self.use_redis("redis")
@@ -139,6 +140,11 @@ class Fleet(Cluster):
     def untreat(self, why: str) -> None:
         if self._links.pop(why, None):
             self._send_links()
+
+    def untreat_all(self) -> None:
+        """Every link is well again."""
+        self._links.clear()
+        self._send_links()
 
     def links(self, client: str, server: str, data: bool = False) -> list[str]:
         """All links between two roles."""
@@ -297,6 +303,8 @@ def cont(pids: list[int]) -> None:
 @contextlib.contextmanager
 def running_fleet(directory: Path, model: str, *, prefill: int = 2, decode: int = 2) -> Iterator[Fleet]:
     """A fleet that serves. Its directory is a small disk where this may be mounted."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and so end what was started
     directory.mkdir(parents=True, exist_ok=True)
     size = f"size={DISK_BYTES}"
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "pdserve", str(directory)], capture_output=True)
@@ -311,7 +319,7 @@ def running_fleet(directory: Path, model: str, *, prefill: int = 2, decode: int 
         for i in range(prefill):
             fleet.add_worker(f"prefill-{i}", *engine, "--num-blocks", "48")
         for i in range(decode):
-            fleet.add_worker(f"decode-{i}", "--role", "decode", *engine, "--num-blocks", "40")
+            fleet.add_worker(f"decode-{i}", "--role", "decode", *engine, "--num-blocks", "43")
         fleet.add_gateway()
         for member in [*fleet.workers, *fleet.named("router"), fleet["gateway"]]:
             member.wait_healthy()

@@ -37,12 +37,18 @@ class Context:
     """What a fault may use and must put back."""
 
     fleet: Fleet
-    asking: Asking
+    asking: Asking | None
+    """Whose client a fault may be."""
     prompt: list[int]
     place: str
     victims: list[Member] = field(default_factory=list)
     pids: list[int] = field(default_factory=list)
     others: list[Asking] = field(default_factory=list)
+
+    @property
+    def treatment(self) -> str:
+        """The name under which the proxy treats links for it."""
+        return f"fault at {self.place}"
 
 
 Act = Callable[[Context], None]
@@ -130,19 +136,20 @@ def _treat(**treatment: bool | float) -> Act:
     def act(context: Context) -> None:
         links = [name for client, server, data in LINKS[context.place]
                  for name in context.fleet.links(client, server, data)]  # fmt: skip
-        context.fleet.treat("fault", {name: dict(treatment) for name in links})
+        context.fleet.treat(context.treatment, {name: dict(treatment) for name in links})
 
     return act
 
 
 def _untreat(context: Context) -> None:
-    context.fleet.untreat("fault")
+    context.fleet.untreat(context.treatment)
 
 
 # ---- the client
 
 
 def leave(context: Context) -> None:
+    assert context.asking is not None
     context.asking.leave()
 
 
