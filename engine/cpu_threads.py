@@ -6,6 +6,7 @@ while one is idle its cores should not be.
 
     slot = moment (time.monotonic_ns) until which its engine counts as at work
            0 or past: idle | a step begins: now + 2 s | it ends: now + 10 ms (the next step usually follows)
+           nothing is left to do: 0, at once (a decode's last step and the next prompt's prefill are no 10 ms apart)
 
 A mark runs out by itself, so an engine that was killed is forgotten within 2 s. Its slot is free at once: it was held
 by a lock on its bytes of the file, which ends with the process.
@@ -60,6 +61,11 @@ class CpuThreads:
         """The step is over; more will probably follow."""
         if self._marks is not None:
             self._marks[self._slot] = time.monotonic_ns() + _LINGER_NS
+
+    def rest(self) -> None:
+        """There is nothing to do until something comes."""
+        if self._marks is not None:
+            self._marks[self._slot] = 0
 
     def _join(self, directory: Path) -> None:
         directory.mkdir(mode=0o700, exist_ok=True)

@@ -89,6 +89,10 @@ class ModelRunner:
         finally:
             self._cpu_threads.end_step()
 
+    def rest(self) -> None:
+        """No step will follow soon: other engines may have the cores."""
+        self._cpu_threads.rest()
+
     def _take_cores(self) -> None:
         num_threads = self._cpu_threads.begin_step()
         if num_threads != self._num_threads:

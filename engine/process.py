@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import structlog
@@ -74,6 +74,14 @@ class Handoff(Protocol):
         """time.monotonic of the next lease that may expire."""
 
     def fill_stats(self, stats: EngineStats) -> None: ...
+
+
+@runtime_checkable
+class SharesCores(Protocol):
+    """A runner whose device other engines use, too."""
+
+    def rest(self) -> None:
+        """No step will follow soon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +165,8 @@ class EngineProcess:
         now_s = time.monotonic()
         # What the counters say at the end of a burst must not wait for the heartbeat.
         went_idle = had_work and not engine.core.has_work()
+        if went_idle and isinstance(engine.core.runner, SharesCores):
+            engine.core.runner.rest()
         is_news = outputs.outputs or outputs.kv_events
         if not is_news and not went_idle and now_s < self._next_heartbeat_s:
             return
@@ -190,8 +200,8 @@ class EngineProcess:
         match message:
             case AddRequest():
                 core.add(message)
-            case AbortRequests(request_ids=request_ids, reason=reason):
-                core.abort(request_ids, reason)
+            case AbortRequests(request_ids=request_ids, reason=reason, is_retry=is_retry):
+                core.abort(request_ids, reason, is_retry)
             case Drain():
                 core.drain()
             case SendKVSnapshot():

@@ -53,6 +53,14 @@ def test_those_at_work_share_every_core(tmp_path: Path, clock: list[int]) -> Non
     assert [engine.begin_step() for engine in engines[1:]] == [3, 2]
 
 
+def test_one_with_nothing_to_do_lends_its_cores_at_once(tmp_path: Path, clock: list[int]) -> None:
+    first, second = CpuThreads(None, tmp_path), CpuThreads(None, tmp_path)
+    first.begin_step()
+    first.end_step()
+    first.rest()
+    assert second.begin_step() == 5
+
+
 def test_more_engines_than_cores_have_one_thread_each(tmp_path: Path, clock: list[int]) -> None:
     engines = [CpuThreads(None, tmp_path) for _ in range(7)]
     for engine in engines:
