@@ -24,7 +24,7 @@ pytestmark = [
 VOCAB, HIDDEN, INNER, HEADS, KV_HEADS, DIM, LAYERS = 1000, 256, 512, 8, 2, 64, 3
 
 
-def write_model(directory: Path, dtype: torch.dtype) -> str:
+def write_model(directory: Path, dtype: torch.dtype, max_positions: int = 2048) -> str:
     generator = torch.Generator().manual_seed(5)
 
     def weight(*shape: int) -> torch.Tensor:
@@ -61,7 +61,7 @@ def write_model(directory: Path, dtype: torch.dtype) -> str:
         "head_dim": DIM,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
-        "max_position_embeddings": 2048,
+        "max_position_embeddings": max_positions,
         "tie_word_embeddings": False,
         "attention_bias": False,
         "hidden_act": "silu",

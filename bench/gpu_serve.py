@@ -1,0 +1,216 @@
+"""The whole service on GPUs: aggregated workers against prefill and decode apart, behind the same router, same load.
+
+    python -m bench.gpu_serve --gpus 1 --loads poisson:2048:256:4,poisson:2048:256:8 --output out.json
+    python -m bench.gpu_serve --gpus 2 --loads poisson:2048:256:16,mooncake:FILE:1.0,azure:FILE:0.3 --output out.json
+
+Every cluster is started by ``pdserve up`` with random weights of the true shape and measured by ``bench.serve`` through
+the gateway. ``--gpus``: aggregated, a worker on each; apart, one prefill and one decode worker, on one GPU (each with
+half of its memory) or on two. Loads: Poisson arrivals (input, output tokens, requests/s), or a trace and its time
+stretch; each for ``--seconds``. Two goodputs, as shares of the requests sent: within (TTFT 2 s, own p99 ITL 25 ms) and
+within (TTFT 0.25 s, TPOT 0.1 s).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bench.apart import phase
+from bench.local_serve import local_cluster
+from bench.random_models import SHAPES, write_model
+from bench.serve.traces import read_azure, read_mooncake
+
+_MAX_INPUT_TOKENS = 32_768
+_MAX_MODEL_LEN = 36_000
+_TIMEOUT_S = 400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Something that ``bench.serve`` sends."""
+
+    name: str
+    flags: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str, seconds: float) -> Load:
+        """``poisson:INPUT:OUTPUT:RATE``, ``mooncake:FILE:STRETCH`` or ``azure:FILE:STRETCH``. Raises ValueError."""
+        match text.split(":"):
+            case ["poisson", input_len, output_len, rate]:
+                count = max(1, round(float(rate) * seconds))
+                flags = ("--random-input-len", input_len, "--random-output-len", output_len, "--request-rate", rate)
+                return cls(f"{input_len} -> {output_len}, {rate}/s", ("--num-prompts", str(count), *flags))
+            case ["mooncake" | "azure" as kind, file, stretch]:
+                entries = (read_mooncake if kind == "mooncake" else read_azure)(Path(file))
+                fitting = sorted(e.arrival_s for e in entries if e.input_tokens <= _MAX_INPUT_TOKENS)
+                count = sum(1 for moment in fitting if (moment - fitting[0]) * float(stretch) < seconds)
+                flags = (
+                    "--dataset-path",
+                    file,
+                    "--time-stretch",
+                    stretch,
+                    "--max-input-tokens",
+                    f"{_MAX_INPUT_TOKENS}",
+                )
+                return cls(
+                    f"{kind} x{stretch}, {count / seconds:.1f}/s",
+                    ("--dataset-name", kind, "--num-prompts", str(count), *flags),
+                )
+        raise ValueError(f"load {text!r}: use poisson:INPUT:OUTPUT:RATE, mooncake:FILE:STRETCH or azure:FILE:STRETCH")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One load on one cluster; latencies in milliseconds."""
+
+    cluster: str
+    load: str
+    sent: int
+    done: int
+    done_per_s: float
+    output_tokens_per_s: float
+    cached_tokens: int
+    ttft_p50: float
+    ttft_p99: float
+    tpot_p50: float
+    tpot_p99: float
+    itl_p50: float
+    itl_p99: float
+    share_steady: float
+    """TTFT <= 2 s and own p99 ITL <= 25 ms."""
+    share_prompt: float
+    """TTFT <= 0.25 s and TPOT <= 0.1 s."""
+    exposed_transfer_ms: float
+    """Mean of the gateway's phase: from the end of the prefill until D had verified everything."""
+    client_cpu_share: float
+
+    @classmethod
+    def of(cls, cluster: str, load: str, result: dict[str, Any], exposed_ms: float) -> Row:
+        requests = result["requests"]
+        answered = [each for each in requests if each["outcome"] == "ok"]
+        steady = sum(each["ttft_s"] <= 2 and each["itl_p99_s"] <= 0.025 for each in answered)
+        prompt = sum(each["ttft_s"] <= 0.25 and (each["tpot_s"] or 0) <= 0.1 for each in answered)
+        return cls(
+            cluster=cluster,
+            load=load,
+            sent=len(requests),
+            done=len(answered),
+            done_per_s=result["request_throughput"],
+            output_tokens_per_s=result["output_throughput"],
+            cached_tokens=result["total_cached_tokens"],
+            ttft_p50=result["median_ttft_ms"],
+            ttft_p99=result["p99_ttft_ms"],
+            tpot_p50=result["median_tpot_ms"],
+            tpot_p99=result["p99_tpot_ms"],
+            itl_p50=result["median_itl_ms"],
+            itl_p99=result["p99_itl_ms"],
+            share_steady=steady / len(requests),
+            share_prompt=prompt / len(requests),
+            exposed_transfer_ms=exposed_ms,
+            client_cpu_share=result["client_cpu_share"],
+        )
+
+    def __str__(self) -> str:
+        cells = [
+            self.cluster,
+            self.load,
+            f"{self.done}/{self.sent}",
+            f"{self.done_per_s:.2f}",
+            f"{self.ttft_p50:.0f} / {self.ttft_p99:.0f}",
+            f"{self.tpot_p50:.1f} / {self.tpot_p99:.1f}",
+            f"{self.itl_p50:.1f} / {self.itl_p99:.1f}",
+            f"{self.share_steady:.2f}",
+            f"{self.share_prompt:.2f}",
+            f"{self.exposed_transfer_ms:.1f}",
+        ]
+        return f"| {' | '.join(cells)} |"
+
+
+COLUMNS = [
+    "cluster", "load", "done", "done/s", "TTFT p50 / p99", "TPOT p50 / p99", "ITL p50 / p99", "TTFT 2 s, ITL 25 ms",
+    "TTFT 0.25 s, TPOT 0.1 s", "exposed transfer",
+]  # fmt: skip
+
+
+def clusters(gpus: int, chosen: list[str], more: list[str]) -> dict[str, list[str]]:
+    """Flags of ``pdserve up`` by name."""
+    common = ["--device", "cuda", *more]
+    every = {
+        "aggregated": ["--aggregated", "--decode", str(gpus), *common],
+        "apart": ["--prefill", "1", "--decode", "1", *common],
+    }
+    return {name: every[name] for name in chosen}
+
+
+def serve(url: str, flags: tuple[str, ...], seed: int) -> dict[str, Any]:
+    """One run of ``bench.serve``, with every request in its result."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "bench.serve", "--base-url", url, *flags, "--seed", str(seed), "--ignore-eos"]
+        command += ["--save-detailed", "--result-dir", folder, "--result-filename", "result.json"]
+        subprocess.run(command, check=True, timeout=_TIMEOUT_S, stdout=subprocess.DEVNULL)
+        result: dict[str, Any] = json.loads((Path(folder) / "result.json").read_text())
+        return result
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="JSON with every figure.")],
+    loads: Annotated[str, typer.Option(help="Loads, separated by commas.")],
+    model: Annotated[str, typer.Option(help=" or ".join(SHAPES))] = "llama-3.1-8b",
+    gpus: Annotated[int, typer.Option(help="1 or 2.")] = 1,
+    seconds: Annotated[float, typer.Option(help="Of each load.")] = 20.0,
+    only: Annotated[str, typer.Option(help="Clusters, separated by commas.")] = "aggregated,apart",
+    up_flags: Annotated[str, typer.Option(help="More flags of `pdserve up` for all clusters.")] = "",
+) -> None:
+    """Aggregated workers against prefill and decode apart."""
+    chosen_loads = [Load.parse(text, seconds) for text in loads.split(",")]
+    rows: list[Row] = []
+    started: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        directory = write_model(model, Path(folder) / model, with_tokenizer=True)
+        more = ["--model", directory, "--load-format", "dummy", "--max-model-len", str(_MAX_MODEL_LEN)]
+        print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}", flush=True)
+        for name, flags in clusters(gpus, only.split(","), [*more, *up_flags.split()]).items():
+            begin_s = time.monotonic()
+            with local_cluster(flags) as url:
+                started[name] = time.monotonic() - begin_s
+                warm_up(url)
+                for number, load in enumerate(chosen_loads):
+                    before = phase(url, "transfer")
+                    result = serve(url, load.flags, seed=10 + number)
+                    after = phase(url, "transfer")
+                    exposed_s = (after[0] - before[0]) / max(1.0, after[1] - before[1])
+                    rows.append(Row.of(name, load.name, result, 1e3 * exposed_s))
+                    print(rows[-1], flush=True)
+                    write(output, model, gpus, up_flags, started, rows)
+    print(f"ready after: {', '.join(f'{name} {value:.1f} s' for name, value in started.items())}")
+
+
+def warm_up(url: str) -> None:
+    """What compiles or connects at first use is not measured: prompts of several lengths, alone and many at once."""
+    for count, length, output_len in ((2, 64, 8), (24, 512, 32), (12, 2048, 32), (2, 20_000, 8)):
+        flags = ("--num-prompts", str(count), "--random-input-len", str(length), "--random-output-len", str(output_len))
+        serve(url, flags, seed=count)
+
+
+def write(output: Path, model: str, gpus: int, up_flags: str, started: dict[str, float], rows: list[Row]) -> None:
+    """After each row, so that an interrupted run leaves what it has."""
+    content = {
+        "model": model,
+        "gpus": gpus,
+        "up_flags": up_flags,
+        "ready_s": started,
+        "rows": [asdict(row) for row in rows],
+    }
+    output.write_text(json.dumps(content, indent=1))
+
+
+if __name__ == "__main__":
+    typer.run(main)
