@@ -36,6 +36,7 @@ def main(
     num_threads: config.NumThreads = None,
     enable_prefix_caching: config.PrefixCaching = True,
     transfer: config.Transfer = "auto",
+    drain_timeout_s: config.DrainTimeout = 30.0,
     otlp_endpoint: config.OtlpEndpoint = "",
 ) -> None:
     """A decode worker: takes KV from prefill workers and streams tokens; or an aggregated one."""
@@ -50,6 +51,7 @@ def main(
             redis_url=redis,
             advertised_host=advertised_host,
             transfer=transfer,
+            drain_timeout_s=drain_timeout_s,
             otlp_endpoint=otlp_endpoint,
             engine_module="decode_service.engine_main",
             engine_options=config.engine_options(

@@ -26,7 +26,7 @@ from engine.request import Request
 from engine.runners import build_runner
 from kv_transfer.backends import load_all
 from kv_transfer.backends.base import SegmentReceiver
-from kv_transfer.layout import KVRange, make_layout
+from kv_transfer.layout import KVRange, make_layout, wire_of
 from kv_transfer.protocol import Abort, Busy, Done, End, Frame, Open, Refused, Ticket
 from kv_transfer.receiver import Receiver
 from kv_transfer.staging import DEFAULT_NUM_SLOTS, DEFAULT_SLOT_BYTES, StagingArena
@@ -231,6 +231,7 @@ def build(process: EngineProcess, launch: EngineLaunch) -> Engine:
         block_size=ready.block_size,
         dtype=ready.kv_dtype,
     )
+    ready.kv_wire = wire_of(layout)
     handoff = DecodeHandoff(
         process, core, launch.identity(), layout, launch.host, launch.advertised_host, launch.transfer
     )

@@ -287,6 +287,8 @@ class EngineReady(msgspec.Struct, kw_only=True, tag="ready"):
     kv_dtype: str
     kv_bytes: int
     eos_token_ids: list[int]
+    kv_wire: str = ""
+    """Version of the KV's format on the wire, and its digest: equal where KV may move."""
     data_endpoints: dict[str, str] = {}
     """Transfer backend -> address where this engine takes KV segments (decode)."""
 

@@ -71,6 +71,11 @@ def make_layout(
     )
 
 
+def wire_of(layout: kv_pb2.KVLayout) -> str:
+    """What two versions of the program must have in common, whatever the model."""
+    return f"{layout.wire_version}/{layout.digest_kind}"
+
+
 def mismatch(ours: kv_pb2.KVLayout, theirs: kv_pb2.KVLayout) -> str | None:
     """None when KV may move between the two; else every field that differs, with both values."""
     different = [

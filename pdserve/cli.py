@@ -142,6 +142,12 @@ def decode(context: typer.Context) -> None:
 
 
 @app.command(context_settings=_PASS_ON)
+def drain(context: typer.Context) -> None:
+    """Let a worker finish and leave (flags: pdserve drain --help)."""
+    _exec("worker.drain_command", context.args)
+
+
+@app.command(context_settings=_PASS_ON)
 def bench(context: typer.Context, what: Annotated[str, typer.Argument(help=", ".join(_BENCHES))]) -> None:
     """Measure: `pdserve bench serve --help` is the load generator."""
     if what not in _BENCHES:

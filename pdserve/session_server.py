@@ -61,6 +61,9 @@ class ServerSession:
         self._max_pending_outputs = max_pending_outputs
         self._open: set[str] = set()
         self.pending: deque[pb.Output] = deque()
+        self.written = asyncio.Event()
+        """gRPC has everything that was sent; not set either while a frame is being written."""
+        self.written.set()
         self._closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     @property
@@ -80,6 +83,7 @@ class ServerSession:
             if output.HasField("finish"):
                 self._open.discard(output.request_id)
             self.pending.append(output)
+            self.written.clear()
         if len(self.pending) > self._max_pending_outputs:
             self.close(f"the peer does not read: more than {self._max_pending_outputs} outputs wait")
         self.pulse.ring()
@@ -137,13 +141,32 @@ class SessionServer(inference_pb2_grpc.GenerationServicer):
     ) -> None:
         self.identity = identity
         """``address`` may be set after the port is bound; hello frames are made at each session's start."""
-        self.draining = False
+        self._draining = False
         self.sessions: dict[str, ServerSession] = {}
         """By the peer's worker_id."""
         self._idle = asyncio.Event()  # set when the last session leaves
         self._handler = handler
         self._load = load
         self._max_pending_outputs = max_pending_outputs
+
+    @property
+    def draining(self) -> bool:
+        """Peers should send nothing new. They are told at once."""
+        return self._draining
+
+    @draining.setter
+    def draining(self, value: bool) -> None:
+        self._draining = value
+        for session in self.sessions.values():
+            session.pulse.ring()
+
+    async def flush(self) -> None:
+        """Wait (bounded) until gRPC has everything that was sent: last words are lost when a session is closed."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOST_AFTER_S):  # a peer that does not read loses its session then
+                for session in list(self.sessions.values()):
+                    if session.alive:
+                        await session.written.wait()
 
     async def close(self) -> None:
         """End all sessions (before the gRPC server is stopped, which would wait for them)."""
@@ -238,6 +261,8 @@ class SessionServer(inference_pb2_grpc.GenerationServicer):
                 await context.write(frame)
             if session.pending:
                 session.pulse.ring()
+            else:
+                session.written.set()
             is_due = await session.pulse.beat()
             frame = pb.ServerFrame(outputs=session.take_outputs())
 

@@ -31,6 +31,7 @@ def main(
     num_threads: config.NumThreads = None,
     enable_prefix_caching: config.PrefixCaching = True,
     transfer: config.Transfer = "auto",
+    drain_timeout_s: config.DrainTimeout = 30.0,
     otlp_endpoint: config.OtlpEndpoint = "",
 ) -> None:
     """A prefill worker: runs prompts, streams their KV to decode workers."""
@@ -45,6 +46,7 @@ def main(
             redis_url=redis,
             advertised_host=advertised_host,
             transfer=transfer,
+            drain_timeout_s=drain_timeout_s,
             otlp_endpoint=otlp_endpoint,
             engine_module="prefill_service.engine_main",
             engine_options=config.engine_options(

@@ -25,7 +25,7 @@ from engine.ready import engine_ready
 from engine.request import Request
 from engine.runners import build_runner
 from kv_transfer.backends import load_all
-from kv_transfer.layout import KVRange, make_layout
+from kv_transfer.layout import KVRange, make_layout, wire_of
 from kv_transfer.protocol import Abort, Busy, Done, End, Frame, Open, Refused, Ticket
 from kv_transfer.sender import Sender
 from kv_transfer.staging import DEFAULT_NUM_SLOTS, DEFAULT_SLOT_BYTES, StagingArena
@@ -225,6 +225,7 @@ def build(process: EngineProcess, launch: EngineLaunch) -> Engine:
         block_size=ready.block_size,
         dtype=ready.kv_dtype,
     )
+    ready.kv_wire = wire_of(layout)
     handoff = PrefillHandoff(process, core, runner.kv_cache, launch.identity(), layout, launch.transfer)
     core.sender = handoff
     return Engine(core, ready, handoff)

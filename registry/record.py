@@ -19,7 +19,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's registration. Two workers are a pair only if fingerprint and hash_block_tokens are equal."""
+    """A worker's registration. Two workers are a pair only if their ``compatibility`` is equal."""
 
     worker_id: str
     role: str
@@ -37,4 +37,13 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     hash_block_tokens: int
     block_size: int = 0
     """Tokens of its blocks, a multiple of hash_block_tokens; 0: the same."""
+    kv_wire: str = ""
+    """Version of the KV's format on the wire, and its digest; empty: not said (an older version)."""
+    draining: bool = False
+    """It leaves: send it nothing new."""
     load: WorkerLoad = WorkerLoad()
+
+    @property
+    def compatibility(self) -> tuple[str, int, str]:
+        """What must be equal for KV to move between two workers."""
+        return self.fingerprint, self.hash_block_tokens, self.kv_wire

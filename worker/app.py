@@ -30,6 +30,9 @@ from engine.messages import (
     SendKVSnapshot,
     StepOutputs,
 )
+from engine.messages import (
+    Drain as DrainEngine,
+)
 from pdserve.channel import Servicer, serve
 from pdserve.identity import new_identity
 from pdserve.session_server import SessionServer
@@ -40,12 +43,14 @@ from telemetry.http import StatusServer
 from telemetry.metrics import EngineMetrics, WorkerMetrics
 from telemetry.tracing import start_tracer
 from worker.config import WorkerConfig
+from worker.drain import AdminServicer, Drain
 from worker.engine_client import EngineLost
 from worker.engine_supervisor import EngineSupervisor
 from worker.handoff_client import HandoffClient
 from worker.handoff_servicer import HandoffServicer
 from worker.kv_publisher import KVPublisher
 from worker.launch import EngineLaunch
+from worker.peers import PeerCheck
 from worker.registration import Registration
 from worker.service import WorkerService
 
@@ -74,11 +79,6 @@ class WorkerApp:
 
     async def run(self) -> int:
         config = self._config
-        stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
-
         ownership = Ownership(config.redis_url)
         self._publisher = KVPublisher(ownership, config.worker_id, lambda: self._supervisor.send(SendKVSnapshot()))
         self._supervisor = EngineSupervisor(config.engine_module, self, silence_s=config.engine_silence_s)
@@ -92,38 +92,50 @@ class WorkerApp:
         self._sessions.draining = True  # until the engine is ready
         self._handoff_client = HandoffClient(self._to_engine)
         self._handoff_servicer = HandoffServicer(self._identity, self._to_engine)
-        self._registration = Registration(WorkerRegistry(config.redis_url), self._record)
+        registry = WorkerRegistry(config.redis_url)
+        self._registration = Registration(registry, self._record)
+        self._peers = PeerCheck(registry, self._record)
+        self._drain = Drain(
+            config.drain_timeout_s,
+            num_open=lambda: self._service.num_open,
+            begin=self._begin_drain,
+            give_back=lambda: self._service.give_back_all("this worker is leaving"),
+        )
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._drain.on_signal)
         status = StatusServer(self._prometheus, self._not_ready)
         try:
             self._ports["metrics_port"] = await status.start(config.host, config.metrics_port)
-            servicers: list[Servicer] = [self._sessions]
+            servicers: list[Servicer] = [self._sessions, AdminServicer(self._drain)]
             if config.role != "prefill":
                 servicers.append(self._handoff_servicer)
             server, self._ports["port"] = await serve(
-                servicers, config.host, config.port, is_ready=lambda: not self._sessions.draining
+                servicers, config.host, config.port, is_ready=lambda: self._not_ready() is None
             )
         except OSError as error:
             log.error("cannot_listen", reason=str(error), remedy="use another --port or --metrics-port")
             return 1
         self._identity.address = f"{config.reachable_host}:{self._ports['port']}"
-        tasks = {
-            asyncio.create_task(self._supervisor.run(self._launch()), name="engine"),
+        engine = asyncio.create_task(self._supervisor.run(self._launch()), name="engine")
+        known = {  # what makes it known, and to be chosen
             asyncio.create_task(self._registration.run(), name="registration"),
             asyncio.create_task(self._publisher.run(), name="kv events"),
+            asyncio.create_task(self._peers.run(), name="peers"),
         }
-        stopped = asyncio.create_task(stop.wait(), name="signal")
+        drained = asyncio.create_task(self._drain.run(), name="drain")
         try:
-            done, _ = await asyncio.wait({*tasks, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            return self._exit_code(done - {stopped})
+            done, _ = await asyncio.wait({engine, *known, drained}, return_when=asyncio.FIRST_COMPLETED)
+            return self._exit_code(done - {drained})
         finally:
             self._sessions.draining = True
+            await cancelled(*known)  # a heartbeat would register it again
             await self._registration.leave()
             await self._publisher.leave()
+            await self._sessions.flush()
             await self._handoff_client.close()
             self._handoff_servicer.close_all()
-            for task in {*tasks, stopped}:
-                task.cancel()
-            await asyncio.gather(*tasks, stopped, return_exceptions=True)
+            await cancelled(engine, drained)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_TIMEOUT_S):
                     await self._sessions.close()
@@ -140,7 +152,7 @@ class WorkerApp:
         self._sessions.identity = self._handoff_servicer.identity = self._handoff_client.identity = self._identity
 
     def engine_ready(self, ready: EngineReady) -> None:
-        self._sessions.draining = False
+        self._sessions.draining = self._drain.is_asked
         self._publisher.engine_ready(ready.num_blocks)
         self._handoff_servicer.not_ready = None
         self._registration.changed()
@@ -183,6 +195,12 @@ class WorkerApp:
 
     # ---- inside
 
+    def _begin_drain(self) -> None:
+        """Before anything is handed back, so that it does not come here again."""
+        self._sessions.draining = self._service.draining = True
+        self._registration.changed()
+        self._supervisor.send(DrainEngine())
+
     def _to_engine(self, message: AddRequest | AbortRequests | PeerFrame | PeerAlive | PeerLost) -> bool:
         return self._supervisor.send(message)
 
@@ -217,6 +235,8 @@ class WorkerApp:
             pool_tokens=ready.num_blocks * ready.block_size,
             hash_block_tokens=ready.hash_block_tokens,
             block_size=ready.block_size,
+            kv_wire=ready.kv_wire,
+            draining=self._drain.is_asked,
             load=WorkerLoad(
                 running=load.running,
                 waiting=load.waiting,
@@ -227,7 +247,13 @@ class WorkerApp:
         )
 
     def _not_ready(self) -> str | None:
-        return "the engine is starting" if self._supervisor.ready is None else None
+        if self._drain.is_asked:
+            return "draining"
+        if self._supervisor.ready is None:
+            return "the engine is starting"
+        if self._registration.incarnation < self._identity.incarnation:
+            return "not registered: Redis has not answered yet"
+        return self._peers.why_not
 
     def _exit_code(self, ended: Iterable[asyncio.Task[Any]]) -> int:
         """A task that ended by itself says why the worker cannot go on."""
@@ -240,3 +266,10 @@ class WorkerApp:
             elif error is not None:
                 raise error
         return 1 if ended else 0
+
+
+async def cancelled(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel them, and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -34,6 +34,8 @@ class WorkerConfig:
     """How KV moves between workers."""
     otlp_endpoint: str = ""
     """Collector of traces; empty: no traces."""
+    drain_timeout_s: float = 30.0
+    """What has not finished so long after SIGTERM is given back, to be resumed elsewhere."""
     engine_silence_s: float = 30.0
     """An engine that says nothing for so long is taken for dead. Longer than the longest step."""
 
@@ -46,7 +48,8 @@ class WorkerConfig:
             raise ValueError(f"--worker-id {self.worker_id!r}: use a name without spaces")
         if self.host in WILDCARD_HOSTS and not self.advertised_host:
             raise ValueError(f"--host {self.host} is no address that others can reach: add --advertised-host")
-
+        if self.drain_timeout_s < 0:
+            raise ValueError(f"--drain-timeout-s {self.drain_timeout_s}: use 0 (give everything back at once) or more")
         if not self.redis_url.startswith(("redis://", "rediss://", "unix://")):
             raise ValueError(f"--redis {self.redis_url!r}: use redis://host:port, rediss://host:port or unix:///path")
 
@@ -83,6 +86,9 @@ HostKvBytes = Annotated[
 NumThreads = Annotated[int | None, typer.Option(help="Compute threads.")]
 Transfer = Annotated[
     str, typer.Option(help="auto | shm (same host) | tcp | ucx: how KV moves; auto takes the best both workers have.")
+]
+DrainTimeout = Annotated[
+    float, typer.Option(help="After SIGTERM, what runs may go on for so long; then it is resumed on another worker.")
 ]
 OtlpEndpoint = Annotated[
     str, typer.Option(envvar="OTEL_EXPORTER_OTLP_ENDPOINT", help="Collector of traces (gRPC); empty: no traces.")

@@ -28,6 +28,12 @@ class Registration:
         self._registered: WorkerRecord | None = None
         self._is_down = False
 
+    @property
+    def incarnation(self) -> int:
+        """The newest one that Redis has taken; 0 before the first. It stays when Redis is lost later: that is no reason
+        to stop serving."""
+        return 0 if self._registered is None else self._registered.incarnation
+
     def changed(self) -> None:
         """The record is another one now: do not wait for the next heartbeat."""
         self._changed.set()

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.messages import AbortRequests, AddRequest, EngineStats, StepOutputs
+from pdserve import terminal
 from pdserve.session_server import ServerSession
 from pdserve.v1 import inference_pb2 as pb
 from telemetry.metrics import WorkerMetrics
@@ -52,10 +53,16 @@ class WorkerService:
         self._role = role
         self._open: dict[str, _OpenRequest] = {}
         self._stats = EngineStats()
+        self.draining = False
+        """What comes is handed back at once."""
 
     # ---- from sessions
 
     def open(self, session: ServerSession, request: pb.GenerateRequest) -> None:
+        if self.draining:
+            self._metrics.requests_finished.labels("abort").inc()
+            session.send([terminal.aborted(request.request_id, "this worker is draining: use another one")])
+            return
         engine_id = f"{session.peer.worker_id}/{session.peer.incarnation}/{request.request_id}"
         try:
             message = to_add_request(request, engine_id)
@@ -114,6 +121,11 @@ class WorkerService:
             request.spans.end(text)
             self._refuse(request.session, request.request_id, pb.ERROR_CODE_WORKER_LOST, text, retryable=True)
         self._metrics.open_requests.set(0)
+
+    def give_back_all(self, reason: str) -> None:
+        """Let the engine end everything as aborted, and say so: whoever sent it may resume it elsewhere."""
+        if self._open and not self._to_engine(AbortRequests(list(self._open), reason)):
+            log.warning("%d requests could not be given back: the engine takes no message", len(self._open))
 
     def load(self) -> pb.Load:
         """For the heartbeats of sessions."""

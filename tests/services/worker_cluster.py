@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import random
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,14 +16,24 @@ from pdserve.identity import new_identity
 from pdserve.session import Handle, Session
 from pdserve.v1 import inference_pb2 as pb
 from tests.e2e.cluster import Member, free_port, leaks, wait_until
+from tests.services.processes import RedisProcess
 from tests.services.tiny_model import VOCAB
+
+
+@functools.cache
+def redis_url() -> str:
+    """Of a Valkey for all workers of a test run, which ends with it: a worker that is not registered is not ready."""
+    redis = RedisProcess(Path(tempfile.mkdtemp(prefix="pdserve-workers-")))
+    redis.start()
+    atexit.register(redis.kill)
+    return redis.url
 
 
 def start_worker(module: str, worker_id: str, model: Path, log_dir: Path, *flags: str) -> Member:
     """Not waited for: ``wait_healthy`` does that."""
     port, metrics_port = free_port(), free_port()
     argv = [sys.executable, "-m", module, "--model", str(model), "--worker-id", worker_id, "--port", str(port)]
-    argv += ["--metrics-port", str(metrics_port), "--redis", f"unix://{log_dir}/no-redis.sock", "--num-threads", "1"]
+    argv += ["--metrics-port", str(metrics_port), "--redis", redis_url(), "--num-threads", "1"]
     member = Member(worker_id, [*argv, *flags], log_dir / f"{worker_id}.log", metrics_port, port)
     member.start()
     return member

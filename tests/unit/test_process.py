@@ -19,7 +19,6 @@ from engine.messages import (
     Drain,
     EngineFailed,
     EngineReady,
-    ErrorCode,
     FinishReason,
     FromEngine,
     PeerAlive,
