@@ -160,15 +160,13 @@ class GpuForward:
         graph = self._graphs.get(key)
         queries, mixed = self._queries[:tokens], self._mixed[:tokens]
         if graph is None:
-            # logits_index as long as the tokens: the hidden states of all of them, so that any may be drawn from.
-            whole = ForwardBatch(
-                batch.token_ids, batch.positions, batch.slot_mapping, batch.cu_seqlens_q, batch.seq_lens,
-                batch.block_table, batch.token_ids, batch.max_q_len,
-            )  # fmt: skip
 
             def forward() -> None:
                 self._prepare(shape)
-                self._hidden[:tokens].copy_(self._model.forward(whole, self._kv_layers))
+                attended, residual = self._model.attend(batch, self._kv_layers)
+                if attended.data_ptr() != mixed.data_ptr():  # the run before the capture
+                    mixed.copy_(attended.view_as(mixed))
+                self._hidden[:tokens].copy_(residual)
 
             forward()
             self._graphs[key] = CapturedForward.in_pieces(forward, self._pool, self._kernels, queries, mixed)
@@ -181,7 +179,8 @@ class GpuForward:
                 )  # fmt: skip
 
             graph.replay(attend)
-        return self._hidden.index_select(0, shape.inputs["logits_index"][:sampled])
+        rows = shape.inputs["logits_index"][:sampled]
+        return self._model.finish(mixed.flatten(1).index_select(0, rows), self._hidden.index_select(0, rows))
 
     # --- inputs ---
 

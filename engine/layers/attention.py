@@ -42,10 +42,8 @@ class Attention:
         self._q_norm = weights.take(f"{prefix}q_norm.weight", (config.head_dim,)) if config.qk_norm else None
         self._k_norm = weights.take(f"{prefix}k_norm.weight", (config.head_dim,)) if config.qk_norm else None
 
-    def __call__(
-        self, x: torch.Tensor, batch: ForwardBatch, kv_layer: torch.Tensor, rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden], or only its ``rows``; writes the keys and values of all into ``kv_layer``."""
+    def mix(self, x: torch.Tensor, batch: ForwardBatch, kv_layer: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> [T, heads * head_dim]; writes the tokens' keys and values into ``kv_layer``."""
         heads = self._qkv(x).view(x.shape[0], -1, self._head_dim)
         q, k, v = heads.tensor_split((self._num_heads, self._num_heads + self._num_kv_heads), dim=1)
         q = self._kernels.rope_kv_write(
@@ -70,5 +68,8 @@ class Attention:
             batch.max_q_len,
             self._window,
         )
-        mixed = mixed.view(x.shape[0], -1)
-        return self._o(mixed if rows is None else mixed[rows])
+        return mixed.view(x.shape[0], -1)
+
+    def project(self, mixed: torch.Tensor) -> torch.Tensor:
+        """[rows, heads * head_dim] -> [rows, hidden]."""
+        return self._o(mixed)

@@ -30,6 +30,16 @@ class CausalLM(Protocol):
         """Write the step's KV; return the hidden states at ``batch.logits_index``."""
         ...
 
+    def attend(
+        self, batch: ForwardBatch, kv_layers: list[torch.Tensor], after_layer: Callable[[int], None] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``forward`` up to the last layer's attention: what it mixed, and the residual, of all rows."""
+        ...
+
+    def finish(self, mixed: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The rest of ``forward``, of those rows: their hidden states."""
+        ...
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocab_size]."""
         ...

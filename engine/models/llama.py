@@ -34,20 +34,16 @@ class DecoderLayer:
         self._post_norm = weights.take(f"{prefix}post_attention_layernorm.weight", hidden)
         self._mlp = GatedMLP(config, layer, weights, kernels)
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        batch: ForwardBatch,
-        kv_layer: torch.Tensor,
-        rows: torch.Tensor | None,
+    def attend(
+        self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch, kv_layer: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``rows``: those whose output is wanted; None: all. The keys and values of all are written."""
+        """What depends on other tokens; writes the keys and values. Returns what attention mixed, and the residual."""
         x, residual = self._norm(x, residual, self._input_norm, self._eps)
-        x = self._attention(x, batch, kv_layer, rows)
-        if rows is not None:
-            residual = residual[rows]
-        x, residual = self._norm(x, residual, self._post_norm, self._eps)
+        return self._attention.mix(x, batch, kv_layer), residual
+
+    def finish(self, mixed: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rest, of any of the rows."""
+        x, residual = self._norm(self._attention.project(mixed), residual, self._post_norm, self._eps)
         return self._mlp(x), residual
 
 
@@ -77,14 +73,34 @@ class LlamaForCausalLM:
         Returns:
             The normed hidden states at ``batch.logits_index``, the only ones that become logits.
         """
+        mixed, residual = self.attend(batch, kv_layers, after_layer)
+        if batch.logits_index.shape[0] == batch.num_tokens:
+            return self.finish(mixed, residual)
+        return self.finish(mixed[batch.logits_index], residual[batch.logits_index])
+
+    def attend(
+        self, batch: ForwardBatch, kv_layers: list[torch.Tensor], after_layer: Callable[[int], None] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All that every row must pass: most rows of a prefill chunk are done once the last layer has attended.
+
+        Returns:
+            What the last layer's attention mixed, and the residual, for ``finish``.
+        """
         x = F.embedding(batch.token_ids, self._embedding)
         residual: torch.Tensor | None = None
-        # Most rows of a prefill chunk are done once the last layer has their keys and values.
-        wanted = None if batch.logits_index.shape[0] == batch.num_tokens else batch.logits_index
-        for i, layer in enumerate(self._layers):
-            x, residual = layer(x, residual, batch, kv_layers[i], wanted if i == self.config.num_layers - 1 else None)
+        for i, layer in enumerate(self._layers[:-1]):
+            mixed, residual = layer.attend(x, residual, batch, kv_layers[i])
             if after_layer is not None:
                 after_layer(i)
+            x, residual = layer.finish(mixed, residual)
+        mixed, residual = self._layers[-1].attend(x, residual, batch, kv_layers[-1])
+        if after_layer is not None:
+            after_layer(len(self._layers) - 1)
+        return mixed, residual
+
+    def finish(self, mixed: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The normed hidden states of these rows."""
+        x, residual = self._layers[-1].finish(mixed, residual)
         return self._norm(x, residual, self._final_norm, self.config.rms_norm_eps)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
