@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from pdserve.session import Handle, OutputBuffer
 from pdserve.v1 import inference_pb2 as pb
-from router.placement import Placement, WorkerKey, worker_key
+from router.breaker import WorkerKey
+from router.placement import Placement, worker_key
 from router.workers import Worker
 
 
@@ -46,6 +47,7 @@ class Attempt:
             worker.worker_id: worker_key(worker) for worker in (self.decode, self.prefill) if worker is not None
         }
         """By worker id: the incarnations that it was sent to; the workers may have newer ones when it ends."""
+        self.model_fingerprint = placement.decode.record.fingerprint
         self.has_tokens = False
         """The decode worker has emitted in this attempt: the hand-off is behind it."""
         self._transfer_id = transfer_id

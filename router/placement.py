@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 from pdserve.v1 import inference_pb2 as pb
+from router.breaker import Breakers, WorkerKey
 from router.config import RouterConfig
 from router.policies.base import Choice, Policy, Pool, PromptInfo
 from router.prefix_index import PrefixIndex
@@ -26,10 +27,6 @@ GROUP_TTL_S = 60.0
 CONNECT_WAIT_S = 1.0
 LOOK_AGAIN_S = 0.2
 OVERLOADED_RETRY_S = 1.0
-
-WorkerKey = tuple[str, int]
-"""Worker id and incarnation: a restarted worker has failed nobody yet."""
-
 
 class Unplaceable(Exception):
     """No worker can take the request."""
@@ -83,9 +80,11 @@ class Placer:
         policy: Policy,
         index: PrefixIndex,
         config: RouterConfig,
+        breakers: Breakers,
         is_blind: Callable[[], bool] = lambda: False,
     ) -> None:
         """``is_blind``: whether the index lacks workers now."""
+        self.breakers = breakers
         self._workers = workers
         self._policy = policy
         self._index = index
@@ -105,7 +104,8 @@ class Placer:
         while True:
             waited_s = loop.time() - started_s
             if not self._is_prefill_connecting():
-                placement = self._of_group(prompt.group, avoid) or await self._choose(prompt, avoid)
+                shunned = {*avoid, *self.breakers.ejected()}
+                placement = self._of_group(prompt.group, shunned) or await self._choose(prompt, avoid, shunned)
                 if placement is not None:
                     self._remember(prompt.group, placement)
                     return placement
@@ -119,13 +119,17 @@ class Placer:
         others = self._workers.with_role(worker.record.role)
         return any(other is not worker and other.usable and worker_key(other) not in avoid for other in others)
 
-    async def _choose(self, prompt: RoutedPrompt, avoid: Collection[WorkerKey]) -> Placement | None:
+    async def _choose(
+        self, prompt: RoutedPrompt, avoid: Collection[WorkerKey], shunned: Collection[WorkerKey]
+    ) -> Placement | None:
+        """``shunned``: those to avoid, and those that are ejected; better an ejected one than nobody."""
         cached = self._cached_tokens(prompt) if self._looks_up_prefixes else {}
         info = PromptInfo(prompt.num_tokens, prompt.max_new_tokens, prompt.session, cached)
-        for is_second_try in (False, True) if avoid else (False,):
-            pools, cause = self._candidates(prompt.num_tokens, () if is_second_try else avoid)
+        for left_out in (shunned, avoid, ()):
+            pools, cause = self._candidates(prompt.num_tokens, left_out)
             if not pools:
                 continue
+            is_second_try = bool(avoid) and not left_out
             if local := self._local_pools(pools, info):
                 pools, cause = local, "short_prompt"
             choice: Choice[Worker] = await self._policy.choose(info, self._with_room(pools))
@@ -178,6 +182,7 @@ class Placer:
         """Made anew when a worker has changed, not for every request."""
         if self._fleet is None or self._fleet.version != self._workers.version:
             usable = self._workers.usable()
+            self.breakers.keep({worker_key(worker) for worker in usable})
             smallest = min((worker.record.pool_tokens or sys.maxsize for worker in usable), default=0)
             pools, cause = make_pools(usable)
             kinds = {pool.decodes[0].kind for pool in pools}

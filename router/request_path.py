@@ -16,13 +16,16 @@ import structlog
 from pdserve import terminal
 from pdserve.v1 import inference_pb2 as pb
 from router.attempt import Attempt
+from router.breaker import WorkerKey
 from router.config import RouterConfig
-from router.placement import Placement, Placer, Unplaceable, WorkerKey
+from router.placement import Placement, Placer, Unplaceable
 from router.prompt import RoutedPrompt
 from router.trail import Trail
 from router.workers import Worker
 from telemetry.metrics import RouterMetrics
 
+MAX_GIVEN_BACK = 16
+"""So often a worker that leaves may give a request back; after that it counts as a failure."""
 SECOND_TRY_WAIT_S = 0.1  # doubled with each: the same worker may need a moment to come back
 
 log = structlog.get_logger()
@@ -31,10 +34,12 @@ log = structlog.get_logger()
 class AttemptFailed(Exception):
     """A worker ended the attempt, and not the request."""
 
-    def __init__(self, worker: Worker, failure: pb.Failure) -> None:
+    def __init__(self, worker: Worker, failure: pb.Failure, is_given_back: bool) -> None:
+        """``is_given_back``: nothing failed, the worker leaves."""
         super().__init__(failure.message)
         self.worker = worker
         self.failure = failure
+        self.is_given_back = is_given_back
 
 
 class RequestPath:
@@ -64,6 +69,7 @@ class RequestPath:
         self._transfer_id = f"{request.request_id}~{secrets.token_hex(4)}"
         self._output_so_far = list(request.output_so_far)
         self._has_emitted = False
+        self._given_back = 0
         self._route_s = 0.0
 
     async def run(self) -> None:
@@ -100,15 +106,20 @@ class RequestPath:
         while True:
             number += 1
             attempt = await self._dispatch(number, avoid)
+            begun_s = asyncio.get_running_loop().time()
             abort_reason: str | None = self.abort_reason
             error = self.abort_reason
+            suspects: list[WorkerKey] = []
+            code = pb.ERROR_CODE_UNSPECIFIED
             try:
                 last = await self._relay(attempt)
                 abort_reason = "deadline" if last.finish.reason == pb.FINISH_REASON_TIMEOUT else None
                 error = abort_reason or ""
                 return last
             except AttemptFailed as failed:
-                abort_reason, error = "retry", pb.ErrorCode.Name(failed.failure.code)
+                code, suspects = failed.failure.code, _suspects(failed, attempt)
+                abort_reason, error = "retry", pb.ErrorCode.Name(code)
+                avoid.update(suspects)
                 if not self._may_retry(failed, attempt, avoid):
                     return pb.Output(
                         request_id=self._request_id,
@@ -122,6 +133,7 @@ class RequestPath:
                 raise
             finally:
                 attempt.end(abort_reason)
+                self._placer.breakers.ended(attempt.keys.values(), suspects, code, begun_s, attempt.has_tokens)
                 self._trail.attempt_ended(error)
 
     async def _dispatch(self, number: int, avoid: set[WorkerKey]) -> Attempt:
@@ -130,7 +142,7 @@ class RequestPath:
         prompt = RoutedPrompt.of(request, self._output_so_far)
         placement = await self._placer.place(prompt, avoid)
         if placement.is_second_try:
-            await asyncio.sleep(SECOND_TRY_WAIT_S * 2 ** (number - 2))
+            await asyncio.sleep(SECOND_TRY_WAIT_S * 2 ** (number - 2 - self._given_back))
             placement = await self._placer.place(prompt, avoid)
         now_s = asyncio.get_running_loop().time()
         request.ClearField("handoff")
@@ -138,6 +150,7 @@ class RequestPath:
         request.timeout_s = max(0.001, self._deadline_s - now_s)
         request.traceparent = self._trail.attempt_begins(placement, now_s)
         attempt = Attempt(placement, request, self._transfer_id, number)
+        self._placer.breakers.sent(attempt.keys.values())
         if not self._has_emitted:
             self._route_s = now_s - self._received_s
             self._metrics.route_seconds.observe(self._route_s)
@@ -162,9 +175,10 @@ class RequestPath:
         while True:
             worker, output = await attempt.next_output()
             failure = _failure_of(worker, output)
+            is_given_back = output.finish.reason == pb.FINISH_REASON_ABORT
             if worker is not attempt.decode:
                 if failure is not None and not attempt.has_tokens:  # else the decode worker has all it needs
-                    raise AttemptFailed(worker, failure)
+                    raise AttemptFailed(worker, failure, is_given_back)
                 continue
             output.request_id = self._request_id
             if failure is not None:
@@ -172,15 +186,15 @@ class RequestPath:
             if output.token_ids:
                 self._output_so_far.extend(output.token_ids)
                 self._metrics.tokens.inc(len(output.token_ids))
-                self._set_phases(output)
+                self._set_phases(output, attempt)
             if output.HasField("finish"):
                 return output
             if output.token_ids:
                 self._emit(output)
             if failure is not None:
-                raise AttemptFailed(worker, failure)
+                raise AttemptFailed(worker, failure, is_given_back)
 
-    def _set_phases(self, output: pb.Output) -> None:
+    def _set_phases(self, output: pb.Output, attempt: Attempt) -> None:
         """Add the router's part to the first output with tokens; a later attempt's first output is not the first."""
         if self._has_emitted:
             output.ClearField("phases")
@@ -192,15 +206,15 @@ class RequestPath:
         output.phases.route_s = self._route_s
         output.phases.router_s = asyncio.get_running_loop().time() - self._received_s
         output.route.CopyFrom(self._trail.route)
+        # From here on, the rest of the answer must be this model's, wherever it goes on.
+        output.model_fingerprint = self._request.model_fingerprint = attempt.model_fingerprint
 
     def _may_retry(self, failed: AttemptFailed, attempt: Attempt, avoid: set[WorkerKey]) -> bool:
-        """Whether another attempt is worth it; notes whom it should avoid."""
+        """Whether another attempt, that avoids those, is worth it."""
         failure, worker = failed.failure, failed.worker
-        suspects = [worker]
-        if failure.code == pb.ERROR_CODE_HANDOFF_FAILED and attempt.prefill is not None:
-            suspects = [attempt.prefill, attempt.decode]  # either may be the reason
-        avoid.update(attempt.keys[suspect.worker_id] for suspect in suspects)
-        is_last = attempt.number >= self._config.max_attempts
+        if failed.is_given_back and self._given_back < MAX_GIVEN_BACK:
+            self._given_back += 1
+        is_last = attempt.number - self._given_back >= self._config.max_attempts
         # Work that a full worker refuses is not pushed onto workers of the other kind: the client is told to wait.
         is_full = failure.code == pb.ERROR_CODE_OVERLOADED and not self._placer.has_other(worker, avoid)
         code = pb.ErrorCode.Name(failure.code)
@@ -242,6 +256,13 @@ def _why_invalid(request: pb.GenerateRequest) -> str:
     if request.sampling.max_tokens < 1:
         return "sampling.max_tokens must be at least 1"
     return ""
+
+
+def _suspects(failed: AttemptFailed, attempt: Attempt) -> list[WorkerKey]:
+    """Whose doing it may be."""
+    if failed.failure.code == pb.ERROR_CODE_HANDOFF_FAILED:  # either may be the reason
+        return list(attempt.keys.values())
+    return [attempt.keys[failed.worker.worker_id]]
 
 
 def _failure_of(worker: Worker, output: pb.Output) -> pb.Failure | None:

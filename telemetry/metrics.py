@@ -235,6 +235,13 @@ class RouterMetrics:
         self.prefix_index_resyncs = Counter(
             "pdserve_prefix_index_resyncs", "Snapshots taken of a worker met before", ["reason"], registry=registry
         )
+        self.ejections = Counter(
+            "pdserve_ejections",
+            "Times that a worker was left out as all its requests failed",
+            ["worker"],
+            registry=registry,
+        )
+        self.ejected_workers = Gauge("pdserve_ejected_workers", "Workers that are left out now", registry=registry)
         self.tokens = Counter("pdserve_relayed_tokens", "Tokens relayed to gateways", registry=registry)
         self.dropped_outputs = Gauge(
             "pdserve_dropped_outputs",
