@@ -24,8 +24,6 @@ from router.trail import Trail
 from router.workers import Worker
 from telemetry.metrics import RouterMetrics
 
-MAX_GIVEN_BACK = 16
-"""So often a worker that leaves may give a request back; after that it counts as a failure."""
 SECOND_TRY_WAIT_S = 0.1  # doubled with each: the same worker may need a moment to come back
 
 log = structlog.get_logger()
@@ -34,12 +32,10 @@ log = structlog.get_logger()
 class AttemptFailed(Exception):
     """A worker ended the attempt, and not the request."""
 
-    def __init__(self, worker: Worker, failure: pb.Failure, is_given_back: bool) -> None:
-        """``is_given_back``: nothing failed, the worker leaves."""
+    def __init__(self, worker: Worker, failure: pb.Failure) -> None:
         super().__init__(failure.message)
         self.worker = worker
         self.failure = failure
-        self.is_given_back = is_given_back
 
 
 class RequestPath:
@@ -69,7 +65,6 @@ class RequestPath:
         self._transfer_id = f"{request.request_id}~{secrets.token_hex(4)}"
         self._output_so_far = list(request.output_so_far)
         self._has_emitted = False
-        self._given_back = 0
         self._route_s = 0.0
 
     async def run(self) -> None:
@@ -106,9 +101,9 @@ class RequestPath:
         while True:
             number += 1
             attempt = await self._dispatch(number, avoid)
-            begun_s = asyncio.get_running_loop().time()
             abort_reason: str | None = self.abort_reason
             error = self.abort_reason
+            begun_s = asyncio.get_running_loop().time()
             suspects: list[WorkerKey] = []
             code = pb.ERROR_CODE_UNSPECIFIED
             try:
@@ -142,7 +137,7 @@ class RequestPath:
         prompt = RoutedPrompt.of(request, self._output_so_far)
         placement = await self._placer.place(prompt, avoid)
         if placement.is_second_try:
-            await asyncio.sleep(SECOND_TRY_WAIT_S * 2 ** (number - 2 - self._given_back))
+            await asyncio.sleep(SECOND_TRY_WAIT_S * 2 ** (number - 2))
             placement = await self._placer.place(prompt, avoid)
         now_s = asyncio.get_running_loop().time()
         request.ClearField("handoff")
@@ -175,10 +170,9 @@ class RequestPath:
         while True:
             worker, output = await attempt.next_output()
             failure = _failure_of(worker, output)
-            is_given_back = output.finish.reason == pb.FINISH_REASON_ABORT
             if worker is not attempt.decode:
                 if failure is not None and not attempt.has_tokens:  # else the decode worker has all it needs
-                    raise AttemptFailed(worker, failure, is_given_back)
+                    raise AttemptFailed(worker, failure)
                 continue
             output.request_id = self._request_id
             if failure is not None:
@@ -186,15 +180,15 @@ class RequestPath:
             if output.token_ids:
                 self._output_so_far.extend(output.token_ids)
                 self._metrics.tokens.inc(len(output.token_ids))
-                self._set_phases(output, attempt)
+                self._set_phases(output)
             if output.HasField("finish"):
                 return output
             if output.token_ids:
                 self._emit(output)
             if failure is not None:
-                raise AttemptFailed(worker, failure, is_given_back)
+                raise AttemptFailed(worker, failure)
 
-    def _set_phases(self, output: pb.Output, attempt: Attempt) -> None:
+    def _set_phases(self, output: pb.Output) -> None:
         """Add the router's part to the first output with tokens; a later attempt's first output is not the first."""
         if self._has_emitted:
             output.ClearField("phases")
@@ -206,15 +200,11 @@ class RequestPath:
         output.phases.route_s = self._route_s
         output.phases.router_s = asyncio.get_running_loop().time() - self._received_s
         output.route.CopyFrom(self._trail.route)
-        # From here on, the rest of the answer must be this model's, wherever it goes on.
-        output.model_fingerprint = self._request.model_fingerprint = attempt.model_fingerprint
 
     def _may_retry(self, failed: AttemptFailed, attempt: Attempt, avoid: set[WorkerKey]) -> bool:
         """Whether another attempt, that avoids those, is worth it."""
         failure, worker = failed.failure, failed.worker
-        if failed.is_given_back and self._given_back < MAX_GIVEN_BACK:
-            self._given_back += 1
-        is_last = attempt.number - self._given_back >= self._config.max_attempts
+        is_last = attempt.number >= self._config.max_attempts
         # Work that a full worker refuses is not pushed onto workers of the other kind: the client is told to wait.
         is_full = failure.code == pb.ERROR_CODE_OVERLOADED and not self._placer.has_other(worker, avoid)
         code = pb.ErrorCode.Name(failure.code)
