@@ -48,9 +48,15 @@ class Connection:
                 yield
                 _raise_if_cancelled()
         except (exceptions.RedisError, OSError, TimeoutError) as error:
-            raise RegistryUnavailable(
-                f"Redis at {without_password(self._url)}: {error or type(error).__name__}"
-            ) from error
+            raise self._unavailable(error) from error
+        except RuntimeError as error:
+            # uvloop's word for writing to a connection that was reset meanwhile; redis-py does not know it
+            if "handler is closed" not in str(error):
+                raise
+            raise self._unavailable(error) from error
+
+    def _unavailable(self, error: Exception) -> RegistryUnavailable:
+        return RegistryUnavailable(f"Redis at {without_password(self._url)}: {error or type(error).__name__}")
 
     async def close(self) -> None:
         await self.redis.aclose()
