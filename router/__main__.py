@@ -28,6 +28,9 @@ def main(
     max_queued_tokens: Annotated[
         int, typer.Option(help="prompt tokens that may wait at one worker; beyond that, overloaded; 0: no limit")
     ] = 0,
+    max_queue_s: Annotated[
+        float, typer.Option(help="requests that would wait longer are refused as overloaded; 0: than their deadline")
+    ] = 0.0,
     max_attempts: Annotated[int, typer.Option(help="pairs of workers that one request may try")] = 3,
     no_worker_wait_s: Annotated[float, typer.Option(help="how long a request waits for a worker to appear")] = 5.0,
     poll_interval_s: Annotated[float, typer.Option(help="between two looks at the registry")] = 0.5,
@@ -55,6 +58,7 @@ def main(
             local_prefill_tokens=local_prefill_tokens,
             max_open_requests=max_open_requests,
             max_queued_tokens=max_queued_tokens,
+            max_queue_s=max_queue_s,
             max_attempts=max_attempts,
             no_worker_wait_s=no_worker_wait_s,
             poll_interval_s=poll_interval_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from pdserve.session import Handle, OutputBuffer
@@ -9,6 +10,8 @@ from pdserve.v1 import inference_pb2 as pb
 from router.breaker import WorkerKey
 from router.placement import Placement, worker_key
 from router.workers import Worker
+
+MIN_LEARNED_TOKENS = 64
 
 
 @dataclass(slots=True)
@@ -22,10 +25,17 @@ class Charge:
     kv_tokens: int
 
     def __post_init__(self) -> None:
+        if self.tokens and not self.worker.load.own_queued_tokens:
+            self.worker.pace.began(asyncio.get_running_loop().time())
         self.worker.load.add(self.requests, self.tokens, self.kv_tokens)
 
+    def computed(self) -> None:
+        """They do not wait any more."""
+        if self.tokens:
+            self.worker.pace.computed(self.tokens, asyncio.get_running_loop().time())
+        self.drop_tokens()
+
     def drop_tokens(self) -> None:
-        """They are computed."""
         self.worker.load.add(0, -self.tokens, 0)
         self.tokens = 0
 
@@ -53,7 +63,8 @@ class Attempt:
         self._transfer_id = transfer_id
         self._buffer = OutputBuffer()
         self._ended = False
-        num_tokens = len(request.prompt_token_ids) + len(request.output_so_far)
+        num_tokens = self._num_tokens = len(request.prompt_token_ids) + len(request.output_so_far)
+        self._is_alone = (self.prefill or self.decode).load.requests == 0
         uncached = num_tokens - placement.prefill_cached_tokens
         # The decode worker first: a hand-off that it does not know yet would have to wait there.
         self.decode_handle = self._open(self.decode, self.prefill, pb.Handoff.SIDE_RECEIVE, request)
@@ -69,9 +80,13 @@ class Attempt:
         handle, output = await self._buffer.get()
         if handle is self.prefill_handle and self.prefill is not None:
             if output.HasField("finish") and self._prefill_charge is not None:
+                if output.finish.reason in (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH):
+                    self._prefill_charge.computed()
                 self._prefill_charge.drop()
             return self.prefill, output
         if output.token_ids:
+            if not self.has_tokens:
+                self._learn(output)
             self._prefill_is_over()
         return self.decode, output
 
@@ -91,12 +106,22 @@ class Attempt:
                 if handle is not None:
                     handle.abort(abort_reason)
 
+    def _learn(self, output: pb.Output) -> None:
+        """What the workers say of this request's way to its first token says how fast they are."""
+        prefiller = (self.prefill or self.decode).load
+        computed = self._num_tokens - output.cached_tokens
+        # Beside others it would say how busy they are, and a short prompt, how long a step takes at least.
+        if self._is_alone and prefiller.own_requests == 1 and computed >= MIN_LEARNED_TOKENS:
+            prefiller.prefill.observe(computed, output.phases.prefill_s)
+        if self.prefill is not None:
+            self.decode.load.exposed.observe(output.sent_kv_tokens, output.phases.transfer_s)
+
     def _prefill_is_over(self) -> None:
         """The first token is there: the queues are free of this prompt, though a report may still say otherwise."""
         self.has_tokens = True
-        self._decode_charge.drop_tokens()
+        self._decode_charge.computed()
         if self._prefill_charge is not None:
-            self._prefill_charge.drop_tokens()
+            self._prefill_charge.computed()
 
     def _open(
         self, worker: Worker, peer: Worker | None, side: pb.Handoff.Side.ValueType, request: pb.GenerateRequest

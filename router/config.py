@@ -25,6 +25,9 @@ class RouterConfig:
     max_queued_tokens: int = 0
     """Prompt tokens that may wait at one worker; when all have more, requests are refused as overloaded. 0: no limit of
     the router's own (workers have theirs)."""
+    max_queue_s: float = 0.0
+    """How long a new request may wait until its prompt is computed, by what the queues' pace is; beyond that it is
+    refused as overloaded. 0: as long as its deadline allows."""
     max_attempts: int = 3
     """Pairs of workers that one request may try in all."""
     no_worker_wait_s: float = 5.0
@@ -52,6 +55,12 @@ class RouterConfig:
         for name in ("no_worker_wait_s", "max_timeout_s", "poll_interval_s", "drain_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be more than 0")
-        for name in ("local_prefill_tokens", "max_queued_tokens", "min_prefill_workers", "min_decode_workers"):
+        for name in (
+            "local_prefill_tokens",
+            "max_queued_tokens",
+            "max_queue_s",
+            "min_prefill_workers",
+            "min_decode_workers",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")

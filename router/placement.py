@@ -94,8 +94,11 @@ class Placer:
         self._groups: OrderedDict[str, tuple[float, Placement]] = OrderedDict()
         self._fleet: Fleet | None = None
 
-    async def place(self, prompt: RoutedPrompt, avoid: Collection[WorkerKey]) -> Placement:
-        """Choose workers for a request.
+    async def place(
+        self, prompt: RoutedPrompt, avoid: Collection[WorkerKey], patience_s: float | None = None
+    ) -> Placement:
+        """Choose workers for a request. ``patience_s``: how long a new one may wait until it is computed; None: it has
+        been admitted before, and is not refused for a queue now.
 
         Raises Unplaceable when it fits nowhere, when all queues are full, or when nobody came in time.
         """
@@ -105,7 +108,8 @@ class Placer:
             waited_s = loop.time() - started_s
             if not self._is_prefill_connecting():
                 shunned = {*avoid, *self.breakers.ejected()}
-                placement = self._of_group(prompt.group, shunned) or await self._choose(prompt, avoid, shunned)
+                placement = self._of_group(prompt.group, shunned)
+                placement = placement or await self._choose(prompt, avoid, shunned, patience_s)
                 if placement is not None:
                     self._remember(prompt.group, placement)
                     return placement
@@ -120,7 +124,11 @@ class Placer:
         return any(other is not worker and other.usable and worker_key(other) not in avoid for other in others)
 
     async def _choose(
-        self, prompt: RoutedPrompt, avoid: Collection[WorkerKey], shunned: Collection[WorkerKey]
+        self,
+        prompt: RoutedPrompt,
+        avoid: Collection[WorkerKey],
+        shunned: Collection[WorkerKey],
+        patience_s: float | None,
     ) -> Placement | None:
         """``shunned``: those to avoid, and those that are ejected; better an ejected one than nobody."""
         cached = self._cached_tokens(prompt) if self._looks_up_prefixes else {}
@@ -132,7 +140,7 @@ class Placer:
             is_second_try = bool(avoid) and not left_out
             if local := self._local_pools(pools, info):
                 pools, cause = local, "short_prompt"
-            choice: Choice[Worker] = await self._policy.choose(info, self._with_room(pools))
+            choice: Choice[Worker] = await self._policy.choose(info, self._with_room(pools, patience_s))
             prefiller = choice.prefill or choice.decode
             placement = Placement(
                 choice.prefill,
@@ -202,14 +210,17 @@ class Placer:
         ]
         return [Pool((), decodes) for decodes in near if decodes]
 
-    def _with_room(self, pools: list[Pool[Worker]]) -> list[Pool[Worker]]:
-        """Without prefill workers whose queue is full. Raises Unplaceable when all are."""
-        limit = self._config.max_queued_tokens
-        if not limit:
+    def _with_room(self, pools: list[Pool[Worker]], patience_s: float | None) -> list[Pool[Worker]]:
+        """Without workers that prefill and whose queue is full, or longer than ``patience_s``. Raises Unplaceable when
+        all are."""
+        if patience_s is None:
             return pools
+        limit = self._config.max_queued_tokens or sys.maxsize
+        limit_s = min(self._config.max_queue_s or patience_s, patience_s)
+        now_s = asyncio.get_running_loop().time()
 
         def has_room(worker: Worker) -> bool:
-            return worker.load.queued_tokens < limit
+            return worker.load.queued_tokens < limit and worker.wait_s(now_s) < limit_s
 
         roomy = []
         for pool in pools:
@@ -218,9 +229,20 @@ class Placer:
             if decodes and (prefills or not pool.prefills):
                 roomy.append(Pool(prefills, decodes))
         if not roomy:
-            message = f"every worker that prefills has {limit} or more prompt tokens in its queue: try again later"
-            raise Unplaceable(pb.ERROR_CODE_OVERLOADED, message, retry_after_s=OVERLOADED_RETRY_S)
+            raise self._overloaded(pools, limit_s, now_s)
         return roomy
+
+    def _overloaded(self, pools: list[Pool[Worker]], limit_s: float, now_s: float) -> Unplaceable:
+        """With a hint when the shortest queue will be short enough again."""
+        queues = [worker for pool in pools for worker in pool.prefills or pool.decodes]
+        wait_s = min(worker.wait_s(now_s) for worker in queues)
+        tokens = min(worker.load.queued_tokens for worker in queues)
+        message = (
+            f"every queue is full: at least {tokens} prompt tokens wait at each worker that prefills, about "
+            f"{wait_s:.1f} s of work; try again later, or allow more time"
+        )
+        retry_after_s = max(OVERLOADED_RETRY_S, wait_s - limit_s)
+        return Unplaceable(pb.ERROR_CODE_OVERLOADED, message, retry_after_s=retry_after_s)
 
     def _is_prefill_connecting(self) -> bool:
         """A prefill worker has just registered and none is there yet: a moment's patience instead of going without."""

@@ -135,7 +135,9 @@ class RequestPath:
         """Choose workers and send them the request, with what is left of its time and what it has so far."""
         request = self._request
         prompt = RoutedPrompt.of(request, self._output_so_far)
-        placement = await self._placer.place(prompt, avoid)
+        is_new = number == 1 and not self._output_so_far
+        patience_s = self._deadline_s - asyncio.get_running_loop().time() if is_new else None
+        placement = await self._placer.place(prompt, avoid, patience_s)
         if placement.is_second_try:
             await asyncio.sleep(SECOND_TRY_WAIT_S * 2 ** (number - 2))
             placement = await self._placer.place(prompt, avoid)

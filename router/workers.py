@@ -21,6 +21,7 @@ from pdserve.tls import Tls
 from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import kv_pb2
 from registry import RegistryUnavailable, WorkerRecord, WorkerRegistry
+from router.pace import QueuePace
 from router.policies.load import WorkerLoad
 from router.prompt import ModelKind
 
@@ -38,6 +39,7 @@ class Worker:
         self.session = session
         self.met_s = asyncio.get_running_loop().time()
         self.load = load
+        self.pace = QueuePace()
 
     @property
     def worker_id(self) -> str:
@@ -77,6 +79,10 @@ class Worker:
         return kv_pb2.WorkerIdentity(
             worker_id=peer.worker_id, incarnation=peer.incarnation, role=peer.role, address=self.record.address
         )
+
+    def wait_s(self, now_s: float) -> float:
+        """What a new prompt would wait before it is computed here, as far as is known."""
+        return self.pace.wait_s(self.load.own_queued_tokens, now_s)
 
     def fits(self, num_tokens: int) -> bool:
         """Whether its pool could ever hold so many tokens."""
