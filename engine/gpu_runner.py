@@ -106,7 +106,9 @@ class GpuRunner:
         with torch.inference_mode():
             self._sampler = GpuSampler(max_rows, self.eos_token_ids, self.device)
             self.num_blocks = config.num_blocks or self._measure_blocks(max_rows)
-            self.kv_cache = self._make_cache(self.num_blocks)
+        # An ordinary tensor: hand-offs and preemption write to it outside of inference mode.
+        self.kv_cache = self._make_cache(self.num_blocks)
+        with torch.inference_mode():
             self._forward = self._make_forward(self.kv_cache)
             measured_s = time.monotonic()
             self._rings = [self._make_ring(max_rows) for _ in range(_RING)]
