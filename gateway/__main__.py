@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
 import sys
@@ -10,69 +9,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-import grpc
 import structlog
 import typer
-import uvicorn
-from fastapi import FastAPI
 
 from gateway.app import create_app
 from gateway.config import GatewayConfig
-from gateway.grpc_service import serve_grpc
 from gateway.model import load_model
 from gateway.processes import run_processes
-from gateway.serving import Gateway
+from gateway.server import CLOSE_S, GatewayServer
 from pdserve.model_store import ModelUnavailableError, resolve_model
 from telemetry import logs
 
-SHUTDOWN_TIMEOUT_S = 10
-KEEP_ALIVE_S = 75
-"""Longer than clients and proxies keep an idle connection, so that they close it first."""
 BACKLOG = 2048
 PEER_STALL_TIMEOUT_MS = 60_000
 """The kernel drops a connection whose peer takes nothing for so long."""
 
 log = structlog.get_logger()
-
-
-class GatewayServer(uvicorn.Server):
-    """The HTTP server and, beside it, the gRPC server. Says on the log when both listen, and where."""
-
-    def __init__(self, app: FastAPI, config: GatewayConfig) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                ws="none",
-                log_level="warning",
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
-            )
-        )
-        self._gateway: Gateway = app.state.gateway
-        self._settings = config
-        self._grpc: grpc.aio.Server | None = None
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Raises OSError when the gRPC port cannot be had."""
-        settings = self._settings
-        self._grpc, grpc_port = await serve_grpc(
-            self._gateway, settings.host, settings.bound_grpc_port, share_port=settings.share_ports
-        )
-        await super().startup(sockets)
-        if self.started and sockets:
-            host, port = sockets[0].getsockname()[:2]
-            own = {} if self._settings.own_port is None else {"own_port": self._settings.own_port}
-            log.info("ready", host=host, port=port, grpc_port=grpc_port, **own)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """No new requests; those that run may end: gRPC's first, as the router sessions are closed with the app."""
-        if self._grpc is not None:
-            stopping = asyncio.create_task(self._grpc.stop(SHUTDOWN_TIMEOUT_S))
-            self._grpc = None  # its finalizer wants the running event loop
-            await stopping
-        await super().shutdown(sockets)
 
 
 def main(
@@ -92,6 +44,10 @@ def main(
             help="With --workers: the first of as many HTTP ports, one of each process, for its own /metrics."
         ),
     ] = None,
+    lame_duck_s: Annotated[
+        float, typer.Option(help="After SIGTERM, not ready but still serving for so long, until clients have noticed.")
+    ] = 0.0,
+    drain_timeout_s: Annotated[float, typer.Option(help="After SIGTERM, what runs may go on for so long.")] = 60.0,
     share_ports: Annotated[bool, typer.Option("--share-ports", hidden=True)] = False,
     tls_dir: Annotated[
         str,
@@ -120,6 +76,8 @@ def main(
             default_timeout_s=default_timeout_s,
             max_requests=max_requests,
             tls_dir=tls_dir,
+            lame_duck_s=lame_duck_s,
+            drain_timeout_s=drain_timeout_s,
             otlp_endpoint=otlp_endpoint,
             trace_sample_ratio=trace_sample_ratio,
             share_ports=share_ports,
@@ -128,7 +86,7 @@ def main(
         if own_ports is not None and not 0 < own_ports <= 65536 - workers:
             raise ValueError(f"--own-ports {own_ports} with {workers} workers: use ports between 1 and 65535")
         if workers > 1:
-            stop_s = SHUTDOWN_TIMEOUT_S + 2.0
+            stop_s = drain_timeout_s + 2 * CLOSE_S + 2.0
             sys.exit(run_processes(workers, host, port, config.bound_grpc_port, own_ports, stop_s))
         served = load_model(resolve_model(config.model), config.served_model_name, config.max_model_len)
         with contextlib.ExitStack() as stack:

@@ -120,7 +120,7 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway) -> None:
 def _add_operator_routes(app: FastAPI, gateway: Gateway, registry: CollectorRegistry) -> None:
     @app.get("/health")
     async def get_health() -> Response:
-        reason = gateway.routers.not_ready_reason
+        reason = gateway.not_ready_reason
         if reason is None:
             return JsonResponse({"status": "ready"})
         return JsonResponse({"status": "not_ready", "reason": reason}, status_code=503)

@@ -48,6 +48,11 @@ class GatewayConfig:
     """A second HTTP port, of this process alone."""
     tls_dir: str = ""
     """Certificate, key and authority for the links to routers; empty: no TLS."""
+    lame_duck_s: float = 0.0
+    """After SIGTERM the gateway says that it is not ready, and still takes requests for so long: until whoever sends
+    them has noticed."""
+    drain_timeout_s: float = 60.0
+    """What runs so long after SIGTERM is cut off."""
     otlp_endpoint: str = ""
     """Collector of traces; empty: no traces."""
     trace_sample_ratio: float = 1.0
@@ -70,6 +75,11 @@ class GatewayConfig:
             raise ValueError(
                 f"default_timeout_s={self.default_timeout_s} must be above 0 and at most {self.max_timeout_s}: "
                 "use --default-timeout-s 600"
+            )
+        if not 0 <= self.lame_duck_s <= self.drain_timeout_s:
+            raise ValueError(
+                f"lame_duck_s={self.lame_duck_s} must be between 0 and drain_timeout_s={self.drain_timeout_s}, "
+                "of which it is a part: lower --lame-duck-s"
             )
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len={self.max_model_len} must be at least 2: leave --max-model-len out")

@@ -85,6 +85,11 @@ def overloaded(message: str, retry_after_s: float = RETRY_AFTER_S) -> GatewayErr
     return GatewayError(429, message, code="overloaded", retry_after_s=retry_after_s)
 
 
+def draining() -> GatewayError:
+    """This gateway leaves; another one, or this address a little later, will do."""
+    return GatewayError(503, "This gateway is leaving: try again.", code="draining", retry_after_s=RETRY_AFTER_S)
+
+
 def router_unavailable(message: str) -> GatewayError:
     """No router answers."""
     return GatewayError(503, message, code="router_unavailable", retry_after_s=RETRY_AFTER_S)

@@ -56,7 +56,7 @@ async def serve_grpc(
         [InferenceService(gateway)],
         host,
         port,
-        is_ready=lambda: gateway.routers.not_ready_reason is None,
+        is_ready=lambda: gateway.not_ready_reason is None,
         share_port=share_port,
     )
 

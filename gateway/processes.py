@@ -45,15 +45,20 @@ def run_processes(workers: int, host: str, port: int, grpc_port: int, own_ports:
     """
     stopped = False
 
+    processes: list[_Process] = []
+
     def stop(number: int, frame: FrameType | None) -> None:
+        """A second signal is passed on, too: it ends their drain."""
         nonlocal stopped
+        if stopped:
+            for process in processes:
+                process.popen.terminate()
         stopped = True
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     with _reserved(host, port) as shared_port, _reserved(host, grpc_port) as shared_grpc_port:
         shared = ["--port", str(shared_port), "--grpc-port", str(shared_grpc_port), "--workers", "1", "--share-ports"]
-        processes = []
         for i in range(workers):
             own = [] if own_ports is None else ["--own-ports", str(own_ports + i)]
             argv = [sys.executable, "-m", "gateway", *sys.argv[1:], *shared, *own]

@@ -2,7 +2,8 @@
 
 Owns which router is used (the first alive one) and the resume: when a session is lost, or a worker in the middle of an
 output, the same request is opened again with the tokens so far and the same pinned seed, so the client sees one
-unbroken output. A failure that the router reports before it sent a token is final: the router has retried it already.
+unbroken output. A router that leaves hands its requests back, which is the same. A failure that the router reports
+before it sent a token is final: the router has retried it already.
 
     acquire -> open -> outputs -> finish
        ^                  | lost, resumes left
@@ -20,6 +21,9 @@ from pdserve.identity import new_identity
 from pdserve.session import Handle, Session
 from pdserve.tls import Tls
 from pdserve.v1 import inference_pb2 as pb
+
+MAX_GIVEN_BACK = 16
+"""So often routers that leave may hand a request back; after that it counts as a failure."""
 
 OnOutput = Callable[[pb.Output], Awaitable[bool]]
 """Takes an output, may wait; False when no more are wanted."""
@@ -45,38 +49,37 @@ class RouterPool:
         await asyncio.gather(*(session.close() for session in self._sessions))
 
     @property
-    def alive(self) -> list[Session]:
-        """Sessions that can take requests, best first."""
-        alive = [session for session in self._sessions if session.alive]
-        return sorted(alive, key=lambda session: session.draining)
+    def usable(self) -> list[Session]:
+        """Sessions that can take requests, best first. A router that leaves would hand them back."""
+        return [session for session in self._sessions if session.alive and not session.draining]
 
     @property
     def pool_tokens(self) -> int:
         """What the largest worker's KV pool holds; 0 while unknown."""
-        return max((session.load.pool_tokens for session in self.alive), default=0)
+        return max((session.load.pool_tokens for session in self.usable), default=0)
 
     @property
     def not_ready_reason(self) -> str | None:
         """Why no request could be served now; None when one could."""
-        alive = self.alive
-        if not alive:
+        usable = self.usable
+        if not usable:
             return f"no router answers at {', '.join(self._addresses)}"
-        if not any(session.load.total_blocks for session in alive):
+        if not any(session.load.total_blocks for session in usable):
             return "the router has no workers yet"
         return None
 
     async def acquire(self) -> Session:
         """The session to use now; waits a bounded time for one to come back. Raises GatewayError."""
-        if alive := self.alive:
-            return alive[0]
+        if usable := self.usable:
+            return usable[0]
         try:
             async with asyncio.timeout(self._wait_s):
-                while not (alive := self.alive):
+                while not (usable := self.usable):
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
             raise router_unavailable(f"no router answers at {', '.join(self._addresses)}") from None
-        return alive[0]
+        return usable[0]
 
     def _on_change(self, session: Session) -> None:
         self._changed.set()
@@ -95,6 +98,7 @@ class Generation:
         on_abort: Callable[[str], None],
     ) -> None:
         self.resumes = 0
+        self._given_back = 0
         self.traceparent = ""
         """The span that it is a part of."""
         self._request = request
@@ -122,7 +126,13 @@ class Generation:
             session_lost = not session.alive or session.connects_total != connects
             made_progress = len(self._output_so_far) > had_tokens
             is_lost = failure.code in (pb.ERROR_CODE_WORKER_LOST, pb.ERROR_CODE_HANDOFF_FAILED) and failure.retryable
-            if not is_lost or not (session_lost or made_progress) or self.resumes >= self._max_resumes:
+            if failure.code == pb.ERROR_CODE_ABORTED and self._given_back < MAX_GIVEN_BACK:  # that router leaves
+                self._given_back += 1
+            elif (
+                not is_lost
+                or not (session_lost or made_progress)
+                or self.resumes - self._given_back >= self._max_resumes
+            ):
                 raise from_failure(failure)
             self.resumes += 1
         # Only the finish was lost, or only the prompt was asked for.
@@ -139,6 +149,8 @@ class Generation:
                         self._on_abort("slow_consumer")
                     return failure
                 self._output_so_far.extend(output.token_ids)
+                if output.model_fingerprint:
+                    self._request.model_fingerprint = output.model_fingerprint
                 if not await on_output(output) and not output.HasField("finish"):
                     reason = "stop"
                     return None

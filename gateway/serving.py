@@ -46,6 +46,11 @@ class Gateway:
     admission: Admission
     tracer: Tracer = OFF
 
+    @property
+    def not_ready_reason(self) -> str | None:
+        """Why no request should come here now; None when one may."""
+        return "draining" if self.admission.draining else self.routers.not_ready_reason
+
     def check_model(self, name: str | None) -> None:
         """Raises GatewayError for a model that is not served here."""
         if name is not None and name != self.model.name:

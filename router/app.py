@@ -86,10 +86,11 @@ class Router:
         if self._follows:
             self._tasks.append(asyncio.create_task(self.feed.run(), name="ownership"))
 
-    async def stop(self) -> None:
-        """Let finish what runs (bounded), then end everything."""
+    async def stop(self, hurry: asyncio.Event | None = None) -> None:
+        """Let finish what runs (bounded; not when ``hurry`` is set), then end everything."""
         self._sessions.draining = True
-        await self._service.drain(self._config.drain_timeout_s)
+        await self._service.drain(self._config.drain_timeout_s, hurry or asyncio.Event())
+        await self._sessions.flush()
         await self._sessions.close()
         await self._server.stop(GRPC_STOP_S)
         del self._server  # its finalizer wants the running event loop
@@ -104,16 +105,16 @@ class Router:
     async def run_until_signal(self) -> None:
         """Start, say so, and stop on SIGTERM or SIGINT (or when one of the tasks breaks)."""
         await self.start()
-        stop = asyncio.Event()
+        stop, hurry = asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
+        for number in (signal.SIGTERM, signal.SIGINT):  # a second one ends it at once
+            loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
         for task in self._tasks:
             task.add_done_callback(lambda _: stop.set())
         log.info("ready", host=self._config.host, port=self.port, metrics_port=self.metrics_port)
         await stop.wait()
         errors = [task.exception() for task in self._tasks if task.done()]
-        await self.stop()
+        await self.stop(hurry)
         for error in errors:
             if error is not None:
                 raise error

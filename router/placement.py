@@ -28,6 +28,7 @@ CONNECT_WAIT_S = 1.0
 LOOK_AGAIN_S = 0.2
 OVERLOADED_RETRY_S = 1.0
 
+
 class Unplaceable(Exception):
     """No worker can take the request."""
 
@@ -108,7 +109,7 @@ class Placer:
             waited_s = loop.time() - started_s
             if not self._is_prefill_connecting():
                 shunned = {*avoid, *self.breakers.ejected()}
-                placement = self._of_group(prompt.group, shunned)
+                placement = self._of_group(prompt, shunned)
                 placement = placement or await self._choose(prompt, avoid, shunned, patience_s)
                 if placement is not None:
                     self._remember(prompt.group, placement)
@@ -134,7 +135,7 @@ class Placer:
         cached = self._cached_tokens(prompt) if self._looks_up_prefixes else {}
         info = PromptInfo(prompt.num_tokens, prompt.max_new_tokens, prompt.session, cached)
         for left_out in (shunned, avoid, ()):
-            pools, cause = self._candidates(prompt.num_tokens, left_out)
+            pools, cause = self._candidates(prompt, left_out)
             if not pools:
                 continue
             is_second_try = bool(avoid) and not left_out
@@ -178,13 +179,14 @@ class Placer:
         if prefill is not None:
             self._index.guess(hashes, placement.prefill_cached_tokens // unit, prefill.worker_id, prefill.stride)
 
-    def _candidates(self, num_tokens: int, avoid: Collection[WorkerKey]) -> tuple[list[Pool[Worker]], str]:
+    def _candidates(self, prompt: RoutedPrompt, avoid: Collection[WorkerKey]) -> tuple[list[Pool[Worker]], str]:
         """Pools of those that can take the request, and why they have no prefill workers, if so."""
         fleet = self._usable_fleet()
-        if not avoid and num_tokens < fleet.smallest_pool_tokens:
+        if not avoid and not prompt.model_fingerprint and prompt.num_tokens < fleet.smallest_pool_tokens:
             return fleet.pools, fleet.cause
-        fitting = [worker for worker in self._workers.usable() if worker.fits(num_tokens + 1)]
-        return make_pools(worker for worker in fitting if worker_key(worker) not in avoid)
+        fitting = [worker for worker in self._workers.usable() if worker.fits(prompt.num_tokens + 1)]
+        able = [worker for worker in fitting if prompt.may_run_on(worker.record.fingerprint)]
+        return make_pools(worker for worker in able if worker_key(worker) not in avoid)
 
     def _usable_fleet(self) -> Fleet:
         """Made anew when a worker has changed, not for every request."""
@@ -252,10 +254,13 @@ class Placer:
         prefills = self._workers.with_role("prefill")
         return any(worker.state == "connecting" and worker.met_s > new_since_s for worker in prefills)
 
-    def _of_group(self, group: str, avoid: Collection[WorkerKey]) -> Placement | None:
+    def _of_group(self, prompt: RoutedPrompt, avoid: Collection[WorkerKey]) -> Placement | None:
+        group = prompt.group
         if not group or group not in self._groups:
             return None
         expires_s, placement = self._groups[group]
+        if not prompt.may_run_on(placement.decode.record.fingerprint):
+            return None
         chosen = [worker for worker in (placement.prefill, placement.decode) if worker is not None]
         if asyncio.get_running_loop().time() < expires_s and all(
             self._workers.known.get(worker.worker_id) is worker and worker.usable and worker_key(worker) not in avoid
@@ -288,10 +293,11 @@ class Placer:
 
 
 def make_pools(workers: Iterable[Worker]) -> tuple[list[Pool[Worker]], str]:
-    """Pairs if there are any, else those that do both; and why there are no prefill workers, if so."""
-    by_kind: dict[ModelKind, dict[str, list[Worker]]] = {}
+    """Pairs that can hand KV over if there are any, else those that do both; and why there are no prefill workers, if
+    so."""
+    by_kind: dict[tuple[str, int, str], dict[str, list[Worker]]] = {}
     for worker in workers:
-        by_kind.setdefault(worker.kind, {}).setdefault(worker.record.role, []).append(worker)
+        by_kind.setdefault(worker.record.compatibility, {}).setdefault(worker.record.role, []).append(worker)
     kinds = by_kind.values()
     pairs = [Pool(kind["prefill"], kind["decode"]) for kind in kinds if "prefill" in kind and "decode" in kind]
     if pairs:

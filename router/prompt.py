@@ -26,6 +26,8 @@ class RoutedPrompt:
     cache_salt: str = ""
     group: str = ""
     session: str = ""
+    model_fingerprint: str = ""
+    """Of the only model whose workers may go on; empty: any."""
     _hashes: dict[ModelKind, list[bytes]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -37,11 +39,16 @@ class RoutedPrompt:
             cache_salt=request.cache_salt,
             group=request.group,
             session=request.session,
+            model_fingerprint=request.model_fingerprint,
         )
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    def may_run_on(self, fingerprint: str) -> bool:
+        """Whether a model may go on with it: no answer is of two models."""
+        return self.model_fingerprint in ("", fingerprint)
 
     def hashes(self, kind: ModelKind, max_units: int | None = None) -> list[bytes]:
         """Of each full unit that a cache can help with: the last token is computed in any case. At least the first

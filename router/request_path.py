@@ -24,6 +24,8 @@ from router.trail import Trail
 from router.workers import Worker
 from telemetry.metrics import RouterMetrics
 
+MAX_GIVEN_BACK = 16
+"""So often a worker that leaves may give a request back; after that it counts as a failure."""
 SECOND_TRY_WAIT_S = 0.1  # doubled with each: the same worker may need a moment to come back
 
 log = structlog.get_logger()
@@ -32,10 +34,12 @@ log = structlog.get_logger()
 class AttemptFailed(Exception):
     """A worker ended the attempt, and not the request."""
 
-    def __init__(self, worker: Worker, failure: pb.Failure) -> None:
+    def __init__(self, worker: Worker, failure: pb.Failure, is_given_back: bool) -> None:
+        """``is_given_back``: nothing failed, the worker leaves."""
         super().__init__(failure.message)
         self.worker = worker
         self.failure = failure
+        self.is_given_back = is_given_back
 
 
 class RequestPath:
@@ -65,6 +69,7 @@ class RequestPath:
         self._transfer_id = f"{request.request_id}~{secrets.token_hex(4)}"
         self._output_so_far = list(request.output_so_far)
         self._has_emitted = False
+        self._given_back = 0
         self._route_s = 0.0
 
     async def run(self) -> None:
@@ -139,7 +144,7 @@ class RequestPath:
         patience_s = self._deadline_s - asyncio.get_running_loop().time() if is_new else None
         placement = await self._placer.place(prompt, avoid, patience_s)
         if placement.is_second_try:
-            await asyncio.sleep(SECOND_TRY_WAIT_S * 2 ** (number - 2))
+            await asyncio.sleep(SECOND_TRY_WAIT_S * 2 ** (number - 2 - self._given_back))
             placement = await self._placer.place(prompt, avoid)
         now_s = asyncio.get_running_loop().time()
         request.ClearField("handoff")
@@ -172,9 +177,10 @@ class RequestPath:
         while True:
             worker, output = await attempt.next_output()
             failure = _failure_of(worker, output)
+            is_given_back = output.finish.reason == pb.FINISH_REASON_ABORT
             if worker is not attempt.decode:
                 if failure is not None and not attempt.has_tokens:  # else the decode worker has all it needs
-                    raise AttemptFailed(worker, failure)
+                    raise AttemptFailed(worker, failure, is_given_back)
                 continue
             output.request_id = self._request_id
             if failure is not None:
@@ -182,15 +188,15 @@ class RequestPath:
             if output.token_ids:
                 self._output_so_far.extend(output.token_ids)
                 self._metrics.tokens.inc(len(output.token_ids))
-                self._set_phases(output)
+                self._set_phases(output, attempt)
             if output.HasField("finish"):
                 return output
             if output.token_ids:
                 self._emit(output)
             if failure is not None:
-                raise AttemptFailed(worker, failure)
+                raise AttemptFailed(worker, failure, is_given_back)
 
-    def _set_phases(self, output: pb.Output) -> None:
+    def _set_phases(self, output: pb.Output, attempt: Attempt) -> None:
         """Add the router's part to the first output with tokens; a later attempt's first output is not the first."""
         if self._has_emitted:
             output.ClearField("phases")
@@ -202,11 +208,15 @@ class RequestPath:
         output.phases.route_s = self._route_s
         output.phases.router_s = asyncio.get_running_loop().time() - self._received_s
         output.route.CopyFrom(self._trail.route)
+        # From here on, the rest of the answer must be this model's, wherever it goes on.
+        output.model_fingerprint = self._request.model_fingerprint = attempt.model_fingerprint
 
     def _may_retry(self, failed: AttemptFailed, attempt: Attempt, avoid: set[WorkerKey]) -> bool:
         """Whether another attempt, that avoids those, is worth it."""
         failure, worker = failed.failure, failed.worker
-        is_last = attempt.number >= self._config.max_attempts
+        if failed.is_given_back and self._given_back < MAX_GIVEN_BACK:
+            self._given_back += 1
+        is_last = attempt.number - self._given_back >= self._config.max_attempts
         # Work that a full worker refuses is not pushed onto workers of the other kind: the client is told to wait.
         is_full = failure.code == pb.ERROR_CODE_OVERLOADED and not self._placer.has_other(worker, avoid)
         code = pb.ErrorCode.Name(failure.code)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import structlog
 
@@ -21,6 +22,8 @@ from router.trail import Trail
 from router.workers import Workers
 from telemetry.metrics import RouterMetrics
 from telemetry.tracing import OFF, Tracer
+
+LEAVING = "this router is leaving: use another one"
 
 RequestKey = tuple[ServerSession, str]
 
@@ -51,13 +54,17 @@ class RouterService:
         self._running: dict[RequestKey, tuple[asyncio.Task[None], RequestPath]] = {}
         self._was_ready = False
         self.draining = False
-        """New requests are refused, so that gateways send them to another router."""
+        """New requests are handed back, so that gateways send them to another router."""
 
     def open(self, session: ServerSession, request: pb.GenerateRequest) -> None:
         """Start the request's path, or refuse it at once."""
         request_id = request.request_id
-        if self.draining or len(self._running) >= self._config.max_open_requests:
-            message = "the router is leaving" if self.draining else f"the router has {len(self._running)} open requests"
+        if self.draining:
+            self._metrics.requests_finished.labels("FINISH_REASON_ABORT").inc()
+            session.send([terminal.aborted(request_id, LEAVING)])
+            return
+        if len(self._running) >= self._config.max_open_requests:
+            message = f"the router has {len(self._running)} open requests"
             refusal = terminal.failed(request_id, pb.ERROR_CODE_OVERLOADED, message, retryable=True, retry_after_s=1.0)
             self._metrics.requests_finished.labels("FINISH_REASON_ERROR").inc()
             self._metrics.failures.labels("ERROR_CODE_OVERLOADED").inc()
@@ -107,15 +114,22 @@ class RouterService:
         self._was_ready = True
         return None
 
-    async def drain(self, timeout_s: float) -> None:
-        """Refuse what comes, let finish what runs; cancel what has not finished in time."""
+    async def drain(self, timeout_s: float, hurry: asyncio.Event) -> None:
+        """Hand back what comes, let finish what runs; hand back, too, what has not finished in time, or at once when
+        ``hurry`` is set. Gateways go on with it at another router, after the tokens that they have."""
         self.draining = True
-        tasks = [task for task, _ in self._running.values()]
-        if tasks:
-            await asyncio.wait(tasks, timeout=timeout_s)
-        for task in tasks:
+        everything = asyncio.gather(*(task for task, _ in self._running.values()), return_exceptions=True)
+        hurried = asyncio.ensure_future(hurry.wait())
+        waiting: list[asyncio.Future[Any]] = [everything, hurried]
+        await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()
+        late = dict(self._running)
+        for task, path in late.values():
+            path.abort_reason = "drain"
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for session, request_id in late:
+            session.send([terminal.aborted(request_id, LEAVING)])
 
     async def _run(self, session: ServerSession, request_id: str, path: RequestPath) -> None:
         try:

@@ -47,7 +47,7 @@ class Worker:
 
     @property
     def kind(self) -> ModelKind:
-        """Workers of one kind are pairs, and name their blocks alike."""
+        """Workers of one kind name their blocks alike."""
         return self.record.fingerprint, self.record.hash_block_tokens
 
     @property
@@ -65,7 +65,8 @@ class Worker:
             return "impostor"  # another worker took over the address
         if peer.incarnation < self.record.incarnation:
             return "stale"
-        return "draining" if self.session.draining else "usable"
+        leaves = self.record.draining and peer.incarnation == self.record.incarnation
+        return "draining" if self.session.draining or leaves else "usable"
 
     @property
     def usable(self) -> bool:

@@ -24,6 +24,7 @@ from pdserve.up.settings import UpSettings
 LOCALHOST = "127.0.0.1"
 REDIS_SOCKET_NAME = "redis.sock"
 _LOWEST_PORT = 12_000
+_DRAIN = ("--drain-timeout-s", "5")  # all of the cluster ends: nothing can go on elsewhere
 _ROUTER_POLL_S = 0.2  # Redis is on this host: look often, so that new workers are met soon
 
 
@@ -54,7 +55,7 @@ def plan_cluster(settings: UpSettings, model: Path, redis_binary: Path | None, d
     def service(name: str, module: str, *flags: str) -> int:
         port, metrics_port = next(ports), next(ports)
         argv = python_argv(module, "--host", LOCALHOST, "--port", str(port), "--metrics-port", str(metrics_port))
-        argv += ["--redis", redis_url, *flags]
+        argv += ["--redis", redis_url, *_DRAIN, *flags]
         is_healthy = partial(http_is_healthy, LOCALHOST, metrics_port)
         specs.append(ChildSpec(name, argv, dirs.logs / f"{name}.log", is_healthy))
         return port
@@ -82,7 +83,7 @@ def plan_cluster(settings: UpSettings, model: Path, redis_binary: Path | None, d
     )
     gateway = python_argv("gateway", "--model", str(model), "--served-model-name", served_model_name(settings, model))
     gateway += ["--host", settings.host, "--port", str(settings.port), "--router", f"{LOCALHOST}:{router_port}"]
-    gateway += ["--grpc-port", str(settings.sdk_port)]
+    gateway += ["--grpc-port", str(settings.sdk_port), *_DRAIN]
     gateway += _optional("--max-model-len", settings.max_model_len)
     # Alive is enough: that workers are reached is the router's to say, and the gateway hears it a heartbeat later.
     is_healthy = partial(http_is_healthy, reachable_host(settings.host), settings.port, "/live")

@@ -43,6 +43,8 @@ class Behaviour:
     fail_code: str = ""
     """End each request with this error, after ``first_token_s``."""
     fail_retryable: bool = True
+    gives_back: bool = False
+    """End each request as aborted, as a worker that leaves does: at once, or after ``fail_after_tokens``."""
     fail_after_tokens: int = 0
     last_word: bool = True
     """Whether the last token comes with the finish."""
@@ -57,6 +59,9 @@ class FakeWorker:
     redis_url: str = ""
     """Empty: it does not register."""
     fingerprint: str = "model-a"
+    kv_wire: str = ""
+    draining: bool = False
+    """Only in its record."""
     pool_tokens: int = 10_000
     behaviour: Behaviour = field(default_factory=Behaviour)
     on_event: Callable[[dict[str, object]], None] = lambda event: None
@@ -98,6 +103,8 @@ class FakeWorker:
             max_model_len=8192,
             pool_tokens=self.pool_tokens,
             hash_block_tokens=16,
+            kv_wire=self.kv_wire,
+            draining=self.draining,
         )
 
     def load(self) -> pb.Load:
@@ -135,7 +142,8 @@ class FakeWorker:
         if behaviour.silent:
             await asyncio.Event().wait()
         await asyncio.sleep(behaviour.first_token_s)
-        if behaviour.fail_code and not behaviour.fail_after_tokens:
+        fails = bool(behaviour.fail_code) or behaviour.gives_back
+        if fails and not behaviour.fail_after_tokens:
             session.send([self._failure(request_id)])
             return
         if request.handoff.side == pb.Handoff.SIDE_SEND:
@@ -151,12 +159,14 @@ class FakeWorker:
             if position == request.sampling.max_tokens - 1 and behaviour.last_word:
                 output.finish.reason = pb.FINISH_REASON_LENGTH
             session.send([output])
-            if behaviour.fail_code and position - first + 1 >= behaviour.fail_after_tokens:
+            if fails and position - first + 1 >= behaviour.fail_after_tokens:
                 session.send([self._failure(request_id)])
                 return
             await asyncio.sleep(behaviour.token_interval_s)
 
     def _failure(self, request_id: str) -> pb.Output:
+        if self.behaviour.gives_back:
+            return terminal.aborted(request_id, "as told")
         code = pb.ErrorCode.Value(self.behaviour.fail_code)
         return terminal.failed(request_id, code, "as told", retryable=self.behaviour.fail_retryable, retry_after_s=0.5)
 
