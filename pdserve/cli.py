@@ -40,6 +40,9 @@ def up(
     grpc_port: Annotated[int | None, typer.Option(help="Port of the SDK's gRPC API.  [default: --port + 1]")] = None,
     redis: Annotated[str | None, typer.Option(help="URL of a running Redis.  [default: start one]")] = None,
     policy: Annotated[str | None, typer.Option(help="Routing policy of the router.  [default: prefix_aware]")] = None,
+    max_queue_s: Annotated[
+        float | None, typer.Option(help="Refuse (429) what would wait longer to be computed.  [default: its deadline]")
+    ] = None,
     local_prefill_tokens: Annotated[
         int | None, typer.Option(help="Prompts with fewer uncached tokens are prefilled where they decode; 0 = none.")
     ] = None,

@@ -79,6 +79,7 @@ def plan_cluster(settings: UpSettings, model: Path, redis_binary: Path | None, d
         *("--min-prefill-workers", str(num_prefill), "--min-decode-workers", str(settings.decode)),
         *("--poll-interval-s", str(_ROUTER_POLL_S)),
         *_optional("--policy", settings.policy),
+        *_optional("--max-queue-s", settings.max_queue_s),
         *_optional("--local-prefill-tokens", settings.local_prefill_tokens),
     )
     gateway = python_argv("gateway", "--model", str(model), "--served-model-name", served_model_name(settings, model))

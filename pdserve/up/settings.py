@@ -33,6 +33,8 @@ class UpSettings:
     redis: str | None = None
     """URL of a Redis that runs already; None: start our own."""
     policy: str | None = None
+    max_queue_s: float | None = None
+    """Requests that would wait longer for their prefill are refused. None: those that would miss their deadline."""
     local_prefill_tokens: int | None = None
     load_format: str | None = None
     max_num_batched_tokens: int | None = None
