@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.host_kv import HostKV
 from engine.kernels import load_kernels
 from engine.messages import AddRequest, RequestOutput, SamplingParams
 from engine.model_runner import ModelRunner
@@ -21,10 +22,12 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-VOCAB, HIDDEN, INNER, HEADS, KV_HEADS, DIM, LAYERS = 1000, 256, 512, 8, 2, 64, 3
+VOCAB, HIDDEN, INNER, DIM = 1000, 256, 512, 64
 
 
-def write_model(directory: Path, dtype: torch.dtype, max_positions: int = 2048) -> str:
+def write_model(
+    directory: Path, dtype: torch.dtype, max_positions: int = 2048, layers: int = 3, heads: int = 8, kv_heads: int = 2
+) -> str:
     generator = torch.Generator().manual_seed(5)
 
     def weight(*shape: int) -> torch.Tensor:
@@ -35,16 +38,16 @@ def write_model(directory: Path, dtype: torch.dtype, max_positions: int = 2048) 
         "model.norm.weight": torch.ones(HIDDEN, dtype=dtype),
         "lm_head.weight": weight(VOCAB, HIDDEN),
     }
-    for layer in range(LAYERS):
+    for layer in range(layers):
         prefix = f"model.layers.{layer}."
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{prefix}{name}.weight"] = torch.ones(HIDDEN, dtype=dtype)
         for name in ("q_norm", "k_norm"):
             tensors[f"{prefix}self_attn.{name}.weight"] = torch.ones(DIM, dtype=dtype)
-        tensors[f"{prefix}self_attn.q_proj.weight"] = weight(HEADS * DIM, HIDDEN)
-        tensors[f"{prefix}self_attn.k_proj.weight"] = weight(KV_HEADS * DIM, HIDDEN)
-        tensors[f"{prefix}self_attn.v_proj.weight"] = weight(KV_HEADS * DIM, HIDDEN)
-        tensors[f"{prefix}self_attn.o_proj.weight"] = weight(HIDDEN, HEADS * DIM)
+        tensors[f"{prefix}self_attn.q_proj.weight"] = weight(heads * DIM, HIDDEN)
+        tensors[f"{prefix}self_attn.k_proj.weight"] = weight(kv_heads * DIM, HIDDEN)
+        tensors[f"{prefix}self_attn.v_proj.weight"] = weight(kv_heads * DIM, HIDDEN)
+        tensors[f"{prefix}self_attn.o_proj.weight"] = weight(HIDDEN, heads * DIM)
         tensors[f"{prefix}mlp.gate_proj.weight"] = weight(INNER, HIDDEN)
         tensors[f"{prefix}mlp.up_proj.weight"] = weight(INNER, HIDDEN)
         tensors[f"{prefix}mlp.down_proj.weight"] = weight(HIDDEN, INNER)
@@ -55,9 +58,9 @@ def write_model(directory: Path, dtype: torch.dtype, max_positions: int = 2048) 
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN,
         "intermediate_size": INNER,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
         "head_dim": DIM,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
@@ -141,6 +144,16 @@ def test_preempted_requests_resume_as_on_the_cpu(model: str) -> None:
     core = make_core(model, "cuda", num_blocks=20)
     assert tokens_of(outputs_of(core, messages)) == expected
     assert core.stats().preemptions_total > 0
+
+
+def test_preempted_requests_come_back_from_host_memory(model: str) -> None:
+    messages = [request(i, prompt(i, 10 + i), 60) for i in range(10)]
+    expected = tokens_of(outputs_of(make_core(model, "cpu"), messages))
+    runner = make_core(model, "cuda", num_blocks=20).runner
+    host_memory = HostKV(runner.kv_cache, 64 << 20)
+    core = EngineCore(runner.config, runner, host_memory=host_memory)
+    assert tokens_of(outputs_of(core, messages)) == expected
+    assert core.stats().restored_blocks_total > 0
 
 
 def test_one_step_at_a_time_gives_the_same(model: str) -> None:
