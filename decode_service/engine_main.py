@@ -78,6 +78,9 @@ class DecodeHandoff:
             request.deadline_s,
         )
 
+    def attempt_ends(self, request: Request) -> None:
+        self._receiver.keep_reservation(request.request_id)
+
     def request_ended(self, request: Request) -> None:
         self._receiver.request_ended(request.request_id, f"the decode request ended: {request.finish_reason}")
 
@@ -136,9 +139,21 @@ class DecodeHandoff:
     def finish(self, request_id: str, first_output: bytes) -> None:
         self._ready(request_id, first_output, None)
 
-    def transfer_failed(self, request_id: str, reason: str) -> None:
+    def transfer_failed(self, request_id: str, reason: str, peer_lost: bool) -> None:
         log.warning("handoff_failed", request_id=request_id, reason=reason)
-        self._core.fail_request(request_id, ErrorCode.HANDOFF_FAILED, reason, True)
+        self._core.fail_request(request_id, ErrorCode.HANDOFF_FAILED, reason, True, peer_lost)
+
+    def keep(self, request_id: str) -> bool:
+        return self._core.keep_reservation(request_id)
+
+    def take_over(self, request_id: str) -> bool:
+        return self._core.take_over_reservation(request_id)
+
+    def drop_kept(self, transfer_id: str) -> None:
+        self._core.drop_reservation(transfer_id)
+
+    def release(self, request_id: str) -> None:
+        self._core.release_reservation(request_id)
 
     # ---- inside
 

@@ -78,9 +78,21 @@ class BlockTables:
             self._freed_later.append((request.last_step, request.block_table))
         else:
             self.pool.free(request.block_table)
+        return self.detach(request)
+
+    def detach(self, request: Request) -> list[Request]:
+        """The request holds its blocks no more, and is not the one who fills them. Who may go on by that."""
         request.block_table = []
         request.num_computed_tokens = 0
         return self.inflight.give_up(request)
+
+    def attach(self, request: Request, block_table: list[int], num_cached_tokens: int) -> None:
+        """The request, which has the same tokens, holds what was detached, and will fill what is not cached of it."""
+        request.block_table = block_table
+        request.num_computed_tokens = num_cached_tokens
+        hashes = self._hash_blocks(request, request.num_tokens)
+        first, last = num_cached_tokens // self._block_size, request.num_tokens // self._block_size
+        self.inflight.claim(request, hashes[first:last])
 
     def settle(self, step: int) -> bool:
         """The step is over. Whether blocks became available by that."""

@@ -171,10 +171,13 @@ class EngineCore:
             assert self.receiver is not None
             self.receiver.want_kv(request)
 
-    def abort(self, request_ids: Iterable[str], reason: str) -> None:
+    def abort(self, request_ids: Iterable[str], reason: str, is_retry: bool = False) -> None:
+        """``is_retry``: another attempt comes, maybe to here."""
         for request_id in request_ids:
             request = self.scheduler.requests.get(request_id)
             if request is not None:
+                if is_retry and self.receiver is not None and request_id in self.scheduler.waiting_for_kv:
+                    self.receiver.attempt_ends(request)
                 self._end_open(request, FinishReason.ABORT, error_message=f"aborted: {reason}")
 
     def drain(self) -> None:
@@ -272,7 +275,7 @@ class EngineCore:
         if request is not None:
             self.scheduler.defer_ticket(request, self._clock() + retry_after_s)
 
-    def release_kv(self, request_id: str, error: tuple[ErrorCode, str, bool] | None) -> None:
+    def release_kv(self, request_id: str, error: tuple[ErrorCode, str, bool] | None, peer_lost: bool = False) -> None:
         """The hand-off ended: free the blocks and answer for the request, without its token (D emits that)."""
         request = self.scheduler.requests.get(request_id)
         if request is None:
@@ -281,7 +284,7 @@ class EngineCore:
         if error is None and first is None:
             error = (ErrorCode.HANDOFF_FAILED, "the hand-off ended before the prefill did", True)
         if error is not None:
-            self._fail(request, *error)
+            self._fail(request, *error, peer_lost=peer_lost)
             return
         assert first is not None
         self._end(
@@ -339,12 +342,30 @@ class EngineCore:
         if request is not None:
             self.scheduler.release_reservation(request)
 
+    def keep_reservation(self, request_id: str) -> bool:
+        """Part the request, which the caller is about to end, from its blocks: they wait for the next attempt.
+
+        The caller calls ``drop_reservation`` if that does not come. False when it has no blocks.
+        """
+        request = self.scheduler.waiting_for_kv.get(request_id)
+        return request is not None and self.scheduler.keep_reservation(request)
+
+    def take_over_reservation(self, request_id: str) -> bool:
+        """Give the request the blocks of its transfer's attempt before; ``reserve_kv`` then finds them. False when they
+        do not fit it: they are free then."""
+        return self.scheduler.take_over_reservation(self._waiting_for_kv(request_id, reserved=False))
+
+    def drop_reservation(self, transfer_id: str) -> None:
+        self.scheduler.drop_reservation(transfer_id)
+
     # --- both sides ---
 
-    def fail_request(self, request_id: str, code: ErrorCode, message: str, retryable: bool) -> None:
+    def fail_request(
+        self, request_id: str, code: ErrorCode, message: str, retryable: bool, peer_lost: bool = False
+    ) -> None:
         request = self.scheduler.requests.get(request_id)
         if request is not None:
-            self._fail(request, code, message, retryable)
+            self._fail(request, code, message, retryable, peer_lost)
 
     def _refuse_now(self, message: AddRequest) -> Refusal | None:
         limit = self.config.max_waiting_requests
@@ -407,8 +428,11 @@ class EngineCore:
 
         return on_layers
 
-    def _fail(self, request: Request, code: ErrorCode, message: str, retryable: bool = False) -> None:
-        self._end(request, FinishReason.ERROR, error_code=code, error_message=message, retryable=retryable)
+    def _fail(
+        self, request: Request, code: ErrorCode, message: str, retryable: bool = False, peer_lost: bool = False
+    ) -> None:
+        details = {"error_code": code, "error_message": message, "retryable": retryable, "peer_lost": peer_lost}
+        self._end(request, FinishReason.ERROR, **details)
 
     def _end(self, request: Request, reason: FinishReason, **details: Any) -> None:
         self.scheduler.end(request, reason)

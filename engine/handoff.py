@@ -7,7 +7,8 @@ The answers come back as calls on the core, now or later:
        kv_computed(...)           (pack and send)
        prefill_ended(...) ------> core.release_kv
     D: want_kv(request) --------> core.reserve_kv, core.write_kv ..., core.kv_ready
-                                  (core.release_reservation: back to waiting for another attempt)
+                                  (core.release_reservation: back to waiting)
+       attempt_ends(request) ---> core.keep_reservation ... core.take_over_reservation | core.drop_reservation
     both: request_ended(request)  the request is gone (abort, deadline), its blocks too: close the hand-off
 """
 
@@ -44,6 +45,9 @@ class HandoffReceiver(Protocol):
 
     def want_kv(self, request: Request) -> None:
         """The request was added and waits for its KV; it holds nothing until ``reserve_kv``."""
+
+    def attempt_ends(self, request: Request) -> None:
+        """``request_ended`` comes next, and then, maybe, the next attempt of its transfer."""
 
     def request_ended(self, request: Request) -> None:
         """The request ended while it waited for its KV, and not by a call of this receiver. Refuse what still comes."""

@@ -105,6 +105,8 @@ class AbortRequests(msgspec.Struct, tag="abort"):
 
     request_ids: list[str]
     reason: str = "client"
+    is_retry: bool = False
+    """Another attempt comes, maybe to the same worker: D keeps the reservation for it, for a moment."""
 
 
 class PeerFrame(msgspec.Struct, tag="peer_frame"):
@@ -182,6 +184,8 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     error_code: ErrorCode | None = None
     error_message: str = ""
     retryable: bool = False
+    peer_lost: bool = False
+    """The hand-off failed because of the other worker, as far as this one knows."""
     timings: Timings | None = None
     """With the first output that carries tokens."""
     cached_tokens: int | None = None
@@ -221,6 +225,8 @@ class EngineStats(msgspec.Struct, omit_defaults=True):
     """Prompt tokens looked up in the prefix cache."""
     prefix_cache_hits_total: int = 0
     """Prompt tokens found there."""
+    reservations_taken_over_total: int = 0
+    """D: attempts that went on with the blocks of the attempt before."""
     transfers_started_total: int = 0
     transfers_done_total: int = 0
     transfers_failed_total: dict[str, int] = {}

@@ -11,9 +11,9 @@ A decode is a chunk of one token. Blocks for all known tokens are taken at admis
     running          holds blocks, computes               holding         P: prefill done, hand-off open
     waiting_for_kv   D: nothing or reserved blocks        inflight        held back: its prefix is being computed now
 
-Owns these queues; what a request holds is in ``BlockTables``, when it has its last token in ``FinishRules``. Knows
-nothing of devices, processes or transfers. Called by ``EngineCore`` only. ``update()`` ignores items of requests that
-ended or were preempted since ``schedule()``.
+Owns these queues (D's: ``Reservations``); what a request holds is in ``BlockTables``, when it has its last token in
+``FinishRules``. Knows nothing of devices, processes or transfers. Called by ``EngineCore`` only. ``update()`` ignores
+items of requests that ended or were preempted since ``schedule()``.
 
 With a step in flight (``launched``, not yet ``update``d) requests are scheduled past it: its tokens count as computed
 and the one it draws as known. Blocks it writes are freed only when it is over. ``must_settle`` says when the next
@@ -38,6 +38,7 @@ from engine.offload import HostMemory, Offload
 from engine.preemption import headroom, is_catching_up
 from engine.request import Request, RequestStatus
 from engine.request_queue import RequestQueue
+from engine.reservations import Reservations
 from engine.ticket_desk import TicketDesk
 
 
@@ -61,9 +62,7 @@ class Scheduler:
         self.preempted = RequestQueue()
         self.granted = RequestQueue()
         self.waiting = RequestQueue()
-        self.waiting_for_kv: dict[str, Request] = {}
-        self.reserved: dict[str, Request] = {}
-        """Those of ``waiting_for_kv`` that hold blocks (and so, a seat)."""
+        self.reservations = Reservations(self.blocks)
         self.holding: dict[str, Request] = {}
         self.desk = TicketDesk(max_peer_blocks=max(1, int(num_blocks * config.max_peer_pool_fraction)))
         self.counters = EngineStats()
@@ -75,6 +74,10 @@ class Scheduler:
         self._stuck = False
         """The last schedule() found nothing that could run, and nothing happened since."""
         self._launched_step = 0
+
+    @property
+    def waiting_for_kv(self) -> dict[str, Request]:
+        return self.reservations.waiting_for_kv
 
     # --- requests come and go ---
 
@@ -93,7 +96,7 @@ class Scheduler:
             self.running.remove(request)
         for queue in (self.waiting, self.granted, self.preempted):
             queue.remove(request)
-        self.waiting_for_kv.pop(request.request_id, None)
+        self.reservations.forget(request)
         self.holding.pop(request.request_id, None)
         self.inflight.forget(request)
         self.offload.forget(request)
@@ -156,7 +159,7 @@ class Scheduler:
         for request in prefills:
             if budget and request.status is RequestStatus.RUNNING:
                 budget -= self._put(items, request, budget)
-        while budget and len(self.running) + len(self.reserved) < self._seats:
+        while budget and len(self.running) + self.reservations.num_seats < self._seats:
             request_or_none = self._admit_next(now_s)
             if request_or_none is None:
                 break
@@ -192,7 +195,7 @@ class Scheduler:
         tokens_ahead = sum(r.num_tokens - r.num_computed_tokens for r in self.running) + self.desk.tokens_ahead
         while self.desk.queue and tokens_ahead < 2 * self.config.max_num_batched_tokens:
             request = self.desk.queue.head()
-            if len(self.running) + len(self.reserved) + self.desk.num_ahead >= self._seats:
+            if len(self.running) + self.reservations.num_seats + self.desk.num_ahead >= self._seats:
                 break
             if self.waiting and self.waiting.head().order < request.order:
                 break
@@ -251,11 +254,14 @@ class Scheduler:
     def reserve(self, request: Request) -> int | None:
         """Take blocks for all tokens known and one more. The cached tokens among them, or None: no room now.
 
-        Also None while another request computes or receives the prefix: a little later it is a cache hit.
+        Also None while another request computes or receives the prefix: a little later it is a cache hit. Who took over
+        an earlier attempt's blocks has them already.
         """
+        if request.request_id in self.reservations.reserved:
+            return request.num_computed_tokens
         if self.preempted or any(map(is_catching_up, self.running)):
             return None
-        if len(self.running) + len(self.reserved) >= self._seats:
+        if len(self.running) + self.reservations.num_seats >= self._seats:
             return None
         if self.waiting and self.waiting.head().order < request.order:
             return None
@@ -266,13 +272,29 @@ class Scheduler:
         if self.blocks.cost(cached, num_blocks) > self._room():
             return None
         self._take_blocks(request, cached, num_blocks)
-        self.reserved[request.request_id] = request
+        self.reservations.reserved[request.request_id] = request
         return request.num_computed_tokens
 
     def release_reservation(self, request: Request) -> None:
         """Back to waiting for KV, holding nothing."""
         self._free_blocks(request)
         self._stuck = False
+
+    def keep_reservation(self, request: Request) -> bool:
+        """Its blocks stay reserved for the next attempt of its transfer; it holds none. False when it had none."""
+        kept, released = self.reservations.keep(request)
+        self._queue(released)
+        return kept
+
+    def take_over_reservation(self, request: Request) -> bool:
+        """False when nothing is kept for it, or what is kept is not for these tokens: that is free then."""
+        self._stuck = False
+        return self.reservations.take_over(request)
+
+    def drop_reservation(self, transfer_id: str) -> None:
+        """Nobody takes it over."""
+        if self.reservations.drop(transfer_id):
+            self._stuck = False
 
     def kv_ready(self, request: Request, first_output: RequestOutput) -> RequestOutput:
         """The KV of all tokens is there: token 0 is taken, and the request runs unless that token ended it."""
@@ -288,7 +310,7 @@ class Scheduler:
         if finish_reason is not None:
             self.end(request, finish_reason)
         else:
-            del self.reserved[request.request_id], self.waiting_for_kv[request.request_id]
+            self.reservations.forget(request)
             request.transition(RequestStatus.RUNNING)
             self.running.push(request)
         return RequestOutput(
@@ -351,12 +373,14 @@ class Scheduler:
     def _room_for(self, request: Request, queue: RequestQueue) -> int:
         """Blocks that its admission may take."""
         if queue is self.preempted:
-            return self.pool.num_available - max(len(self.reserved), headroom(request, self.running, self.config))
+            return self.pool.num_available - max(
+                self.reservations.num_seats, headroom(request, self.running, self.config)
+            )
         return self._room() - (self.desk.pledged_blocks if queue is self.waiting else 0)
 
     def _room(self) -> int:
         """Blocks that an admission may take: each request that decodes, or will, keeps one to grow into."""
-        growing = sum(not request.sends_kv for request in self.running) + len(self.reserved)
+        growing = sum(not request.sends_kv for request in self.running) + self.reservations.num_seats
         return self.pool.num_available - growing
 
     # --- blocks ---
@@ -369,7 +393,7 @@ class Scheduler:
             self.counters.prefix_cache_hits_total += request.num_computed_tokens
 
     def _free_blocks(self, request: Request) -> None:
-        self.reserved.pop(request.request_id, None)
+        self.reservations.reserved.pop(request.request_id, None)
         self._queue(self.blocks.free(request))
 
     def _grow(self, request: Request) -> bool:
@@ -463,4 +487,5 @@ class Scheduler:
             cached_blocks=self.pool.num_cached,
             host_blocks=self.offload.num_used,
             total_host_blocks=self.offload.num_slots,
+            reservations_taken_over_total=self.reservations.taken_over_total,
         )

@@ -81,7 +81,7 @@ class Tombstones:
 
 
 class Parking(Generic[T]):
-    """Hand-offs that came before their request, for ``keep_s`` at most, ``limit`` at most."""
+    """What came before, or was left for, the one that wants it: for ``keep_s`` at most, ``limit`` at most."""
 
     def __init__(self, clock: Clock, keep_s: float, limit: int = 1024) -> None:
         self._clock = clock
@@ -99,6 +99,9 @@ class Parking(Generic[T]):
         until_s = self._parked[key][0] if key in self._parked else self._clock() + self._keep_s
         self._parked[key] = (until_s, item)
         return True
+
+    def is_parked(self, key: TransferKey) -> bool:
+        return key in self._parked
 
     def take(self, key: TransferKey) -> T | None:
         entry = self._parked.pop(key, None)

@@ -30,6 +30,8 @@ class ReceiveTransfer:
     asked_s: float = 0.0
     lease: Lease | None = None
     ticket: Ticket | None = None
+    took_over: bool = False
+    """It holds an earlier attempt's reservation under its lease, and nobody has asked for a ticket yet."""
     no_kv: bool = False
     parts: dict[int, KVRange] = field(default_factory=dict)
     """Verified segments, by index."""

@@ -7,6 +7,9 @@ port. Driven by the engine's thread only.
                       >-- both there: reserve --Ticket--> READY --segments--> TRANSFERRING --all verified--> DONE
     Open (parked) ---'        '--Busy--> (asked again)       any state --Abort, lost peer, lease over--> FAILED
 
+A transfer that failed for its sender's sake leaves its reservation behind for a moment (``_kept``): the request's next
+attempt, with another sender, takes it over as soon as its request is added, and holds it under a lease from then on.
+
 A segment is dropped unless transfer, attempt, epoch and incarnation match an open reservation; it is written into the
 reservation's unpublished blocks only after its range and its digest were checked; and nothing is published before every
 layer of every token that was promised is there. Whatever ended leaves a tombstone, so that late news are refused.
@@ -50,8 +53,24 @@ class ReceiverPort(Protocol):
         """The first token ended the request: emit it, publish nothing."""
         ...
 
-    def transfer_failed(self, request_id: str, reason: str) -> None:
-        """Free the reservation, end the request."""
+    def transfer_failed(self, request_id: str, reason: str, peer_lost: bool) -> None:
+        """Free the reservation, end the request. ``peer_lost``: it was the sender that failed, as far as is known."""
+        ...
+
+    def keep(self, request_id: str) -> bool:
+        """Part the request, which is about to end, from its reservation, and hold that. False when it has none."""
+        ...
+
+    def take_over(self, request_id: str) -> bool:
+        """Give a new request what is held from an earlier attempt. False when it does not fit; then it is freed."""
+        ...
+
+    def drop_kept(self, transfer_id: str) -> None:
+        """Nobody came: free what is held."""
+        ...
+
+    def release(self, request_id: str) -> None:
+        """Free the reservation; the request goes on waiting."""
         ...
 
 
@@ -67,6 +86,12 @@ class ReceiverSettings:
     """A transfer that is told busy for so long goes first: later ones wait until it fits."""
     asks_again_within_s: float = 2.0
     """One that has not asked for so long waits no more."""
+    keep_s: float = 1.0
+    """How long a reservation without a request is held for the next attempt."""
+
+
+SENDER_LOST = frozenset({"peer_lost", "channel_lost", "lease_expired", "stalled", "aborted_by_peer"})
+"""Kinds of failure that are not this side's: another sender may do better."""
 
 
 class Receiver:
@@ -91,6 +116,8 @@ class Receiver:
         self._epochs = Epochs(me.incarnation)
         self._tombstones = Tombstones(clock, self._settings.lease_s)
         self._parked: Parking[tuple[str, Open]] = Parking(clock, self._settings.park_s)
+        self._kept: Parking[None] = Parking(clock, self._settings.keep_s)
+        """Reservations of earlier attempts, by transfer (attempt 0)."""
         self._by_request: dict[str, ReceiveTransfer] = {}
         self._by_key: dict[TransferKey, ReceiveTransfer] = {}
         self.counters = TransferCounters()
@@ -107,18 +134,24 @@ class Receiver:
         deadline_s: float,
     ) -> None:
         """A request waits for the KV of this transfer. Its Open may be parked here already, or the transfer over."""
-        over = self._tombstones.reason(key)
+        over = self._why_over(key)
         if over is None and key in self._by_key:
             over = "this attempt has a request already"
         if over is not None:
             self.counters.count_failed("tombstone")
-            self._port.transfer_failed(request_id, f"transfer is over: {over}")
+            self._port.transfer_failed(request_id, f"transfer is over: {over}", False)
             return
         for older in [t for t in self._by_request.values() if t.key.transfer_id == key.transfer_id]:
             self._fail(older, "superseded", f"attempt {key.attempt} replaces attempt {older.key.attempt}")
         transfer = ReceiveTransfer(request_id, key, sender_id, sender_incarnation, prompt_tokens, deadline_s)
         self._by_request[request_id] = self._by_key[key] = transfer
         self.counters.started += 1
+        held = _held_as(key)
+        if self._kept.is_parked(held):
+            self._kept.take(held)
+            if self._port.take_over(request_id):
+                transfer.took_over = True
+                transfer.lease = Lease(self._clock, self._settings.lease_s, deadline_s)
         parked = self._parked.take(key)
         if parked is not None:
             self._on_open(transfer, *parked)
@@ -131,6 +164,12 @@ class Receiver:
             self._bury(transfer, TransferState.FAILED, reason)
             if transfer.peer is not None:
                 self._port.send(transfer.peer, Frame(transfer.key, Abort(reason)))
+
+    def keep_reservation(self, request_id: str) -> None:
+        """The request is about to end because another attempt comes: let that one have its reservation."""
+        transfer = self._by_request.get(request_id)
+        if transfer is not None:
+            self._keep(transfer)
 
     # ---- from the sender
 
@@ -181,8 +220,9 @@ class Receiver:
     def next_deadline_s(self) -> float | None:
         """When ``poll`` has something to expire."""
         deadlines = [self._deadline(transfer) for transfer in self._by_request.values()]
-        if self._parked.next_deadline_s is not None:
-            deadlines.append(self._parked.next_deadline_s)
+        for parking_s in (self._parked.next_deadline_s, self._kept.next_deadline_s):
+            if parking_s is not None:
+                deadlines.append(parking_s)
         return min(deadlines, default=None)
 
     @property
@@ -191,7 +231,9 @@ class Receiver:
 
     @property
     def leases(self) -> int:
-        return sum(transfer.is_open for transfer in self._by_request.values())
+        """Reservations, also those that are kept."""
+        held = sum(transfer.is_open or transfer.took_over for transfer in self._by_request.values())
+        return held + len(self._kept)
 
     @property
     def tombstones(self) -> int:
@@ -204,6 +246,8 @@ class Receiver:
     def close(self) -> None:
         for transfer in list(self._by_request.values()):
             self.request_ended(transfer.request_id, "the decode worker stops")
+        for key, _ in self._kept.take_where(lambda _: True):
+            self._port.drop_kept(key.transfer_id)
         for receiver, _ in self._backends.values():
             receiver.close()
 
@@ -213,15 +257,17 @@ class Receiver:
         if transfer is not None:
             self._on_open(transfer, peer, question)
             return
-        over = self._tombstones.reason(key)
-        if over is None:
-            newest = max((k.attempt for k in self._by_key if k.transfer_id == key.transfer_id), default=0)
-            if key.attempt < newest:
-                over = f"stale attempt {key.attempt}: attempt {newest} is known"
+        over = self._why_over(key)
         if over is not None:
             self._refuse(peer, key, over)
         elif not self._parked.park(key, (peer, question)):
             self._refuse(peer, key, "too many hand-offs wait for their request")
+
+    def _why_over(self, key: TransferKey) -> str | None:
+        newest = max((k.attempt for k in self._by_key if k.transfer_id == key.transfer_id), default=0)
+        if key.attempt < newest:
+            return f"stale attempt {key.attempt}: attempt {newest} is known"
+        return self._tombstones.reason(key)
 
     def _on_open(self, transfer: ReceiveTransfer, peer: str, question: Open) -> None:
         reachable = [name for name, (backend, _) in self._backends.items() if backend.can_reach(question.host_probe)]
@@ -245,6 +291,7 @@ class Receiver:
             self._port.send(peer, Frame(transfer.key, Busy(self._settings.busy_retry_s)))
             return
         transfer.busy_since_s = None
+        transfer.took_over = False
         backend = next(name for name in reachable if name in question.backends)
         transfer.no_kv = question.no_kv
         transfer.lease = Lease(self._clock, self._settings.lease_s, transfer.deadline_s)
@@ -264,6 +311,8 @@ class Receiver:
         """A large prompt must not wait for ever while small ones take every block that gets free."""
         if question.no_kv:
             return transfer.prompt_tokens
+        if transfer.took_over:
+            return self._port.reserve(transfer.request_id)
         now_s, settings = self._clock(), self._settings
         for other in self._by_request.values():  # oldest first
             if other is transfer:
@@ -397,8 +446,13 @@ class Receiver:
         self._tombstones.sweep()
         for key, (peer, _) in self._parked.take_expired():
             self._refuse(peer, key, f"unknown transfer: no request came within {self._settings.park_s} s")
+        for key, _ in self._kept.take_expired():
+            self._port.drop_kept(key.transfer_id)
         for transfer in [t for t in self._by_request.values() if self._deadline(t) <= now]:
-            if transfer.lease is not None and transfer.lease.expired:
+            if transfer.took_over:  # no sender has asked for it
+                transfer.took_over, transfer.lease = False, None
+                self._port.release(transfer.request_id)
+            elif transfer.lease is not None and transfer.lease.expired:
                 self._fail(transfer, "lease_expired", "the prefill worker was not heard in time")
             else:
                 came = f"{len(transfer.parts)} of {transfer.end.num_segments if transfer.end else 0}"
@@ -413,13 +467,28 @@ class Receiver:
 
     def _fail(self, transfer: ReceiveTransfer, kind: str, reason: str, tell: bool = True) -> None:
         self.counters.count_failed(kind)
+        if kind in SENDER_LOST or kind == "superseded":
+            self._keep(transfer)
         self._bury(transfer, TransferState.FAILED, reason)
         if tell and transfer.peer is not None:
             self._port.send(transfer.peer, Frame(transfer.key, Abort(reason)))
-        self._port.transfer_failed(transfer.request_id, reason)
+        self._port.transfer_failed(transfer.request_id, reason, kind in SENDER_LOST)
+
+    def _keep(self, transfer: ReceiveTransfer) -> None:
+        """Not once its lease is over: we may have slept, and the request be somewhere else by now."""
+        if transfer.lease is None or transfer.lease.expired or not self._port.keep(transfer.request_id):
+            return
+        key = _held_as(transfer.key)
+        if not self._kept.park(key, None):
+            self._port.drop_kept(key.transfer_id)
 
     def _bury(self, transfer: ReceiveTransfer, state: TransferState, reason: str) -> None:
         transfer.move(state)
         del self._by_request[transfer.request_id]
         del self._by_key[transfer.key]
         self._tombstones.add(transfer.key, reason)
+
+
+def _held_as(key: TransferKey) -> TransferKey:
+    """Which attempt had a reservation does not matter to the one that takes it over."""
+    return TransferKey(key.transfer_id, 0)

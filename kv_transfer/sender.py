@@ -31,6 +31,9 @@ from kv_transfer.staging import StagingArena, StagingSlot
 from kv_transfer.transfer import TransferCounters, TransferKey, TransferState, check_edge
 from pdserve.v1 import kv_pb2
 
+RECEIVER_LOST = frozenset({"peer_lost", "channel_lost", "lease_expired", "ticket_expired"})
+"""Kinds of failure that are not this side's: another receiver may do better."""
+
 log = structlog.get_logger()
 
 
@@ -51,8 +54,8 @@ class SenderPort(Protocol):
         """The receiver has everything: free the KV."""
         ...
 
-    def transfer_failed(self, request_id: str, reason: str) -> None:
-        """Free the KV, end the request."""
+    def transfer_failed(self, request_id: str, reason: str, peer_lost: bool) -> None:
+        """Free the KV, end the request. ``peer_lost``: it was the receiver that failed, as far as is known."""
         ...
 
 
@@ -384,7 +387,7 @@ class Sender:
         self._close(transfer, TransferState.FAILED)
         if tell:
             self._port.send(transfer.peer, Frame(transfer.key, Abort(reason)))
-        self._port.transfer_failed(transfer.request_id, reason)
+        self._port.transfer_failed(transfer.request_id, reason, kind in RECEIVER_LOST)
 
     def _close(self, transfer: SendTransfer, state: TransferState) -> None:
         transfer.move(state)

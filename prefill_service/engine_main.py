@@ -142,9 +142,9 @@ class PrefillHandoff:
     def transfer_done(self, request_id: str) -> None:
         self._core.release_kv(request_id, None)
 
-    def transfer_failed(self, request_id: str, reason: str) -> None:
+    def transfer_failed(self, request_id: str, reason: str, peer_lost: bool) -> None:
         log.warning("handoff_failed", request_id=request_id, reason=reason)
-        self._core.release_kv(request_id, (ErrorCode.HANDOFF_FAILED, reason, True))
+        self._core.release_kv(request_id, (ErrorCode.HANDOFF_FAILED, reason, True), peer_lost)
 
 
 def key_of(handoff: SendKV) -> TransferKey:

@@ -96,10 +96,15 @@ class Placer:
         self._fleet: Fleet | None = None
 
     async def place(
-        self, prompt: RoutedPrompt, avoid: Collection[WorkerKey], patience_s: float | None = None
+        self,
+        prompt: RoutedPrompt,
+        avoid: Collection[WorkerKey],
+        patience_s: float | None = None,
+        keep: Collection[WorkerKey] = (),
     ) -> Placement:
         """Choose workers for a request. ``patience_s``: how long a new one may wait until it is computed; None: it has
-        been admitted before, and is not refused for a queue now.
+        been admitted before, and is not refused for a queue now. ``keep``: who has something of it already; taken if
+        that is possible.
 
         Raises Unplaceable when it fits nowhere, when all queues are full, or when nobody came in time.
         """
@@ -110,7 +115,7 @@ class Placer:
             if not self._is_prefill_connecting():
                 shunned = {*avoid, *self.breakers.ejected()}
                 placement = self._of_group(prompt, shunned)
-                placement = placement or await self._choose(prompt, avoid, shunned, patience_s)
+                placement = placement or await self._choose(prompt, avoid, shunned, patience_s, keep)
                 if placement is not None:
                     self._remember(prompt.group, placement)
                     return placement
@@ -130,6 +135,7 @@ class Placer:
         avoid: Collection[WorkerKey],
         shunned: Collection[WorkerKey],
         patience_s: float | None,
+        keep: Collection[WorkerKey],
     ) -> Placement | None:
         """``shunned``: those to avoid, and those that are ejected; better an ejected one than nobody."""
         cached = self._cached_tokens(prompt) if self._looks_up_prefixes else {}
@@ -141,7 +147,7 @@ class Placer:
             is_second_try = bool(avoid) and not left_out
             if local := self._local_pools(pools, info):
                 pools, cause = local, "short_prompt"
-            choice: Choice[Worker] = await self._policy.choose(info, self._with_room(pools, patience_s))
+            choice: Choice[Worker] = await self._policy.choose(info, _keeping(keep, self._with_room(pools, patience_s)))
             prefiller = choice.prefill or choice.decode
             placement = Placement(
                 choice.prefill,
@@ -305,3 +311,14 @@ def make_pools(workers: Iterable[Worker]) -> tuple[list[Pool[Worker]], str]:
     alone = [[*kind.get("decode", ()), *kind.get("aggregated", ())] for kind in kinds]
     cause = "no_prefill_worker" if any("decode" in kind for kind in kinds) else "aggregated"
     return [Pool((), decodes) for decodes in alone if decodes], cause
+
+
+def _keeping(keep: Collection[WorkerKey], pools: list[Pool[Worker]]) -> list[Pool[Worker]]:
+    """Only pairs with those workers, if there are any."""
+    kept = []
+    for pool in pools if keep else ():
+        prefills = [worker for worker in pool.prefills if worker_key(worker) in keep]
+        decodes = [worker for worker in pool.decodes if worker_key(worker) in keep]
+        if prefills or decodes:
+            kept.append(Pool(prefills or pool.prefills, decodes or pool.decodes))
+    return kept or pools

@@ -1,7 +1,9 @@
 """One request's way through the router, top to bottom: validate, place, dispatch, relay, try again, end.
 
 The gateway gets the decode worker's tokens and exactly one terminal output. A failed attempt, streamed or not, is one
-mechanism: the tokens so far go along to the next pair of workers, which goes on at that position.
+mechanism: the tokens so far go along to the next pair of workers, which goes on at that position. While a hand-off is
+under way, only the worker that failed is replaced: the other one has what the next attempt needs, the decode worker its
+reservation, the prefill worker what it has computed.
 """
 
 from __future__ import annotations
@@ -70,6 +72,8 @@ class RequestPath:
         self._output_so_far = list(request.output_so_far)
         self._has_emitted = False
         self._given_back = 0
+        self._keep: set[WorkerKey] = set()
+        """Of the attempt before: who goes on with the next one, if that is possible."""
         self._route_s = 0.0
 
     async def run(self) -> None:
@@ -117,9 +121,10 @@ class RequestPath:
                 error = abort_reason or ""
                 return last
             except AttemptFailed as failed:
-                code, suspects = failed.failure.code, _suspects(failed, attempt)
+                code, suspects = failed.failure.code, _suspects(failed, attempt, self._keep)
                 abort_reason, error = "retry", pb.ErrorCode.Name(code)
                 avoid.update(suspects)
+                self._keep = set() if attempt.has_tokens else set(attempt.keys.values()).difference(suspects)
                 if not self._may_retry(failed, attempt, avoid):
                     return pb.Output(
                         request_id=self._request_id,
@@ -142,10 +147,10 @@ class RequestPath:
         prompt = RoutedPrompt.of(request, self._output_so_far)
         is_new = number == 1 and not self._output_so_far
         patience_s = self._deadline_s - asyncio.get_running_loop().time() if is_new else None
-        placement = await self._placer.place(prompt, avoid, patience_s)
+        placement = await self._placer.place(prompt, avoid, patience_s, self._keep)
         if placement.is_second_try:
             await asyncio.sleep(SECOND_TRY_WAIT_S * 2 ** (number - 2 - self._given_back))
-            placement = await self._placer.place(prompt, avoid)
+            placement = await self._placer.place(prompt, avoid, keep=self._keep)
         now_s = asyncio.get_running_loop().time()
         request.ClearField("handoff")
         request.output_so_far[:] = self._output_so_far
@@ -260,11 +265,14 @@ def _why_invalid(request: pb.GenerateRequest) -> str:
     return ""
 
 
-def _suspects(failed: AttemptFailed, attempt: Attempt) -> list[WorkerKey]:
-    """Whose doing it may be."""
-    if failed.failure.code == pb.ERROR_CODE_HANDOFF_FAILED:  # either may be the reason
-        return list(attempt.keys.values())
-    return [attempt.keys[failed.worker.worker_id]]
+def _suspects(failed: AttemptFailed, attempt: Attempt, kept: set[WorkerKey]) -> list[WorkerKey]:
+    """Who may be the reason. A worker that blames the other one is believed once: not when it was ``kept`` for that."""
+    mine, others = attempt.keys[failed.worker.worker_id], list(attempt.keys.values())
+    if failed.failure.code != pb.ERROR_CODE_HANDOFF_FAILED:
+        return [mine]
+    if failed.failure.peer_lost and mine not in kept:
+        others.remove(mine)
+    return others
 
 
 def _failure_of(worker: Worker, output: pb.Output) -> pb.Failure | None:

@@ -52,6 +52,7 @@ class EngineStatsLike(Protocol):
     restored_blocks_total: int
     prefix_cache_queries_total: int
     prefix_cache_hits_total: int
+    reservations_taken_over_total: int
     transfers_started_total: int
     transfers_done_total: int
     transfers_failed_total: dict[str, int]
@@ -91,6 +92,11 @@ _ENGINE_COUNTERS = (
     ("vllm:prefix_cache_hits", "prefix_cache_hits_total", "Prompt tokens found in the prefix cache"),
     ("pdserve_steps", "steps_total", "Steps run"),
     ("pdserve_prefill_chunks", "prefill_chunks_total", "Prompt chunks computed"),
+    (
+        "pdserve_reservations_taken_over",
+        "reservations_taken_over_total",
+        "Decode: attempts that went on with the blocks reserved for the attempt before",
+    ),
     ("pdserve_transfers_started", "transfers_started_total", "KV transfers started"),
     ("pdserve_transfers_done", "transfers_done_total", "KV transfers verified and published"),
     ("pdserve_transfer_segments", "transfer_segments_total", "KV segments moved"),

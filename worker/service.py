@@ -150,7 +150,7 @@ class WorkerService:
         for engine_id in known:
             self._open.pop(engine_id).spans.end(f"aborted: {reason}")
             self._metrics.requests_finished.labels("abort").inc()
-        if known and not self._to_engine(AbortRequests(known, reason)):
+        if known and not self._to_engine(AbortRequests(known, reason, is_retry=reason == "retry")):
             log.warning("abort of %d requests did not reach the engine", len(known))
         self._metrics.open_requests.set(len(self._open))
 

@@ -142,7 +142,12 @@ def output_to_pb(output: RequestOutput, request_id: str) -> pb.Output:
             message.finish.stop_token_id = output.stop_token_id
         if output.error_code is not None:
             message.finish.failure.CopyFrom(
-                pb.Failure(code=CODE_TO_PB[output.error_code], message=output.error_message, retryable=output.retryable)
+                pb.Failure(
+                    code=CODE_TO_PB[output.error_code],
+                    message=output.error_message,
+                    retryable=output.retryable,
+                    peer_lost=output.peer_lost,
+                )
             )
         elif output.finish_reason is FinishReason.TIMEOUT:
             message.finish.failure.CopyFrom(

@@ -354,12 +354,15 @@ class Failure(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRYABLE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
+    PEER_LOST_FIELD_NUMBER: _builtins.int
     code: Global___ErrorCode.ValueType
     message: _builtins.str
     retryable: _builtins.bool
     """True when the same request may succeed on another worker or later: the router may retry it."""
     retry_after_s: _builtins.float
     """0 = no hint"""
+    peer_lost: _builtins.bool
+    """HANDOFF_FAILED: because of the other worker of the pair, as far as this one knows. It may serve another attempt."""
     def __init__(
         self,
         *,
@@ -367,10 +370,11 @@ class Failure(_message.Message):
         message: _builtins.str = ...,
         retryable: _builtins.bool = ...,
         retry_after_s: _builtins.float = ...,
+        peer_lost: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "retry_after_s", b"retry_after_s", "retryable", b"retryable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "peer_lost", b"peer_lost", "retry_after_s", b"retry_after_s", "retryable", b"retryable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -640,7 +644,7 @@ class Abort(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     reason: _builtins.str
-    """stop | client | deadline | slow_consumer | retry"""
+    """stop | client | deadline | slow_consumer | retry (another attempt follows, maybe to the same decode worker)"""
     def __init__(
         self,
         *,

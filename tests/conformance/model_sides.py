@@ -38,8 +38,9 @@ class Around(Protocol):
 
     def clock(self) -> float: ...
 
-    @property
-    def stream(self) -> str: ...
+    def stream_of(self, p: P) -> str: ...
+
+    def is_up(self, stream: str) -> bool: ...
 
 
 class Violation(AssertionError):
@@ -125,8 +126,9 @@ class ReceiverBackend:
 class P:
     """An incarnation of the prefill worker: its engine, and the sender's port."""
 
-    def __init__(self, world: Around, incarnation: int) -> None:
+    def __init__(self, world: Around, worker_id: str, incarnation: int) -> None:
         self.world = world
+        self.worker_id = worker_id
         self.incarnation = incarnation
         self.channels: list[Channel] = []
         self.arena = Arena(1)
@@ -136,7 +138,7 @@ class P:
         self.blocks: dict[str, int] = {}
         """Request -> layers computed; it has blocks as long as it is here. LAYERS + 1: the prefill has ended."""
         self.ended: dict[str, str] = {}
-        me = kv_pb2.WorkerIdentity(worker_id="p", incarnation=incarnation)
+        me = kv_pb2.WorkerIdentity(worker_id=worker_id, incarnation=incarnation)
         self.sender = Sender(
             me,
             LAYOUT,
@@ -152,7 +154,8 @@ class P:
     def ask(self, name: str, receiver_incarnation: int) -> None:
         self.waiting.add(name)
         self.deferred.discard(name)
-        self.sender.want_ticket(name, key_of(name), self.world.stream, receiver_incarnation, 1, self.world.deadline)
+        stream = self.world.stream_of(self)
+        self.sender.want_ticket(name, key_of(name), stream, receiver_incarnation, 1, self.world.deadline)
 
     def compute(self, name: str, finished: bool) -> None:
         layer = self.blocks[name]
@@ -165,10 +168,10 @@ class P:
 
     def abort(self, name: str) -> None:
         self._end(name, "aborted")
-        self.sender.request_ended(name, key_of(name), self.world.stream, "client")
+        self.sender.request_ended(name, key_of(name), self.world.stream_of(self), "client")
 
     def send(self, peer: str, frame: Frame) -> None:
-        if peer == self.world.stream:
+        if peer == self.world.stream_of(self):
             self.world.to_d.append((peer, frame))
 
     def ticket_granted(self, request_id: str, cached_tokens: int) -> None:
@@ -181,13 +184,13 @@ class P:
 
     def pack(self, request_id: str, part: KVRange, out: memoryview) -> int:
         require(request_id in self.blocks, "law 2: nothing is packed from blocks that were freed")
-        out[:SEGMENT_BYTES] = tag(self.incarnation, request_id)
+        out[:SEGMENT_BYTES] = tag(self.worker_id, self.incarnation, request_id)
         return SEGMENT_BYTES
 
     def transfer_done(self, request_id: str) -> None:
         self._end(request_id, "done")
 
-    def transfer_failed(self, request_id: str, reason: str) -> None:
+    def transfer_failed(self, request_id: str, reason: str, peer_lost: bool) -> None:
         self._end(request_id, "failed")
 
     def _end(self, name: str, how: str) -> None:
@@ -206,9 +209,14 @@ class D:
         self.incarnation = incarnation
         self.room = room
         self.arena = Arena(1)
-        self.expected: dict[str, int] = {}
-        """Request -> the incarnation of P that it was told of."""
+        self.expected: dict[str, tuple[str, int]] = {}
+        """Request -> the worker, and its incarnation, that it was told of."""
         self.reserved: dict[str, dict[int, bytes]] = {}
+        """Request -> what was written into its blocks, by layer."""
+        self.kept: set[str] = set()
+        """Transfers whose blocks wait for the next attempt."""
+        self.taken_over: set[str] = set()
+        self.num_taken_over = 0
         self.ended: dict[str, str] = {}
         self.backend = ReceiverBackend()
         me = kv_pb2.WorkerIdentity(worker_id="d", incarnation=incarnation)
@@ -222,21 +230,28 @@ class D:
             ReceiverSettings(lease_s=LEASE_S, park_s=LEASE_S, stall_timeout_s=LEASE_S),
         )
 
-    def add(self, name: str, sender_incarnation: int) -> None:
-        self.expected[name] = sender_incarnation
-        self.receiver.request_added(name, key_of(name), "p", self.expected[name], 1, self.world.deadline)
+    def add(self, name: str, sender: P) -> None:
+        self.expected[name] = sender.worker_id, sender.incarnation
+        self.receiver.request_added(name, key_of(name), *self.expected[name], 1, self.world.deadline)
+
+    def retry(self, name: str) -> None:
+        """The router ends this attempt, since another one comes."""
+        self.receiver.keep_reservation(name)
+        self.abort(name)
 
     def abort(self, name: str) -> None:
         self._end(name, "aborted")
         self.receiver.request_ended(name, "client")
 
     def send(self, peer: str, frame: Frame) -> None:
-        if peer == self.world.stream:
+        if self.world.is_up(peer):
             self.world.to_p.append((peer, frame))
 
     def reserve(self, request_id: str) -> int | None:
+        if request_id in self.taken_over:
+            return 0
         require(request_id not in self.reserved, "one reservation a request")
-        if len(self.reserved) >= self.room:
+        if len(self.reserved) + len(self.kept) >= self.room:
             return None
         self.reserved[request_id] = {}
         return 0
@@ -244,7 +259,7 @@ class D:
     def write_kv(self, request_id: str, part: KVRange, payload: memoryview, dtype: str) -> None:
         require(request_id in self.reserved, "law 2: nothing is written into blocks that were freed")
         content = bytes(payload)
-        wanted = tag(self.expected[request_id], request_id)
+        wanted = tag(*self.expected[request_id], request_id)
         require(content == wanted, f"laws 3 and 6: KV of {content!r} was written where {wanted!r} belongs")
         self.reserved[request_id][part.layer_start] = content
 
@@ -256,13 +271,36 @@ class D:
     def finish(self, request_id: str, first_output: bytes) -> None:
         self._end(request_id, "finished")
 
-    def transfer_failed(self, request_id: str, reason: str) -> None:
+    def transfer_failed(self, request_id: str, reason: str, peer_lost: bool) -> None:
         self._end(request_id, "failed")
+
+    def keep(self, request_id: str) -> bool:
+        if self.reserved.pop(request_id, None) is None:
+            return False
+        self.taken_over.discard(request_id)
+        require(request_id[0] not in self.kept, "a transfer keeps one reservation")
+        self.kept.add(request_id[0])
+        return True
+
+    def take_over(self, request_id: str) -> bool:
+        self.kept.remove(request_id[0])
+        self.taken_over.add(request_id)
+        self.num_taken_over += 1
+        self.reserved[request_id] = {}  # whatever is in the blocks is not this attempt's
+        return True
+
+    def drop_kept(self, transfer_id: str) -> None:
+        self.kept.remove(transfer_id)
+
+    def release(self, request_id: str) -> None:
+        self.taken_over.remove(request_id)
+        del self.reserved[request_id]
 
     def _end(self, name: str, how: str) -> None:
         require(name not in self.ended, "law 1: a request ends once on D")
         self.ended[name] = how
         self.reserved.pop(name, None)
+        self.taken_over.discard(name)
 
 
 def key_of(name: str) -> TransferKey:
@@ -270,5 +308,5 @@ def key_of(name: str) -> TransferKey:
     return TransferKey(name[0], int(name[2]))
 
 
-def tag(incarnation: int, name: str) -> bytes:
-    return f"{incarnation} {name}".encode().ljust(SEGMENT_BYTES)
+def tag(worker_id: str, incarnation: int, name: str) -> bytes:
+    return f"{worker_id}{incarnation} {name}".encode().ljust(SEGMENT_BYTES)

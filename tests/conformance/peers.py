@@ -343,7 +343,7 @@ class SenderPeer(Peer):
         self.end(request_id)
         self.tell("done", request_id)
 
-    def transfer_failed(self, request_id: str, reason: str) -> None:
+    def transfer_failed(self, request_id: str, reason: str, peer_lost: bool) -> None:
         self.end(request_id)
         self.tell("failed", request_id, reason)
 
@@ -429,9 +429,21 @@ class ReceiverPeer(Peer):
         self.pool.release(request_id)
         self.tell("finished", request_id, first_output)
 
-    def transfer_failed(self, request_id: str, reason: str) -> None:
+    def transfer_failed(self, request_id: str, reason: str, peer_lost: bool) -> None:
         self.pool.release(request_id)
         self.tell("failed", request_id, reason)
+
+    def keep(self, request_id: str) -> bool:
+        return False  # no second attempts here
+
+    def take_over(self, request_id: str) -> bool:
+        raise AssertionError("nothing was kept")
+
+    def drop_kept(self, transfer_id: str) -> None:
+        raise AssertionError("nothing was kept")
+
+    def release(self, request_id: str) -> None:
+        raise AssertionError("nothing was taken over")
 
 
 def tell_ready(conn: Connection) -> None:

@@ -21,6 +21,7 @@ NETWORK = frozenset({"lose", "repeat", "reorder", "break"})
 SIDES = frozenset({"abort", "stop"})
 TWO_FOR_ONE = Scenario(requests=("r/1", "s/1"), room=1, faults=1, kinds=frozenset({"stop"}))
 RESTARTS = Scenario(requests=("r/1", "r/2"), faults=1, kinds=frozenset({"restart"}))
+P_DIES = Scenario(requests=("r/1", "r/2"), room=1, second_sender=True, faults=1, kinds=frozenset({"die"}))
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +47,23 @@ def test_without_faults_everybody_is_served_from_every_state() -> None:
 def test_two_requests_for_room_for_one_never_wait_for_each_other() -> None:
     """BUSY: who waits for a ticket holds neither blocks nor staging, so who has one can always end."""
     assert search(Scenario(requests=("r/1", "s/1"), room=1), everybody_is_served).states > 500
+
+
+def test_when_p_dies_another_goes_on_with_the_same_reservation() -> None:
+    """Wherever P dies, the request is served by the other one, with nobody else's KV: D's engine checks each segment
+    that is written. Segments and frames of the first attempt come at any time."""
+    took_over = 0
+
+    def served_by_either(world: World) -> None:
+        nonlocal took_over
+        world.run_fairly()
+        ended = world.d.ended
+        require("published" in (ended.get("r/1"), ended.get("r/2")), f"r is served: {ended}")
+        took_over += world.d.num_taken_over > 0
+
+    found = search(P_DIES, served_by_either)
+    assert found.states > 500
+    assert took_over > 100
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,8 @@ class Behaviour:
     fail_retryable: bool = True
     gives_back: bool = False
     """End each request as aborted, as a worker that leaves does: at once, or after ``fail_after_tokens``."""
+    fail_peer_lost: bool = False
+    """And say that the other worker of the pair is the reason."""
     fail_after_tokens: int = 0
     last_word: bool = True
     """Whether the last token comes with the finish."""
@@ -168,7 +170,11 @@ class FakeWorker:
         if self.behaviour.gives_back:
             return terminal.aborted(request_id, "as told")
         code = pb.ErrorCode.Value(self.behaviour.fail_code)
-        return terminal.failed(request_id, code, "as told", retryable=self.behaviour.fail_retryable, retry_after_s=0.5)
+        output = terminal.failed(
+            request_id, code, "as told", retryable=self.behaviour.fail_retryable, retry_after_s=0.5
+        )
+        output.finish.failure.peer_lost = self.behaviour.fail_peer_lost
+        return output
 
     async def _keep_lease(self) -> None:
         registry = WorkerRegistry(self.redis_url)

@@ -30,6 +30,7 @@ D_PEER = "stream-to-d"
 P = kv_pb2.WorkerIdentity(worker_id="p", incarnation=1)
 D = kv_pb2.WorkerIdentity(worker_id="d", incarnation=2)
 LEASE_S = 10.0
+KEEP_S = 1.0
 
 
 def layout(**changed: object) -> kv_pb2.KVLayout:
@@ -49,6 +50,10 @@ def kv_of(request_id: str, tokens: int) -> np.ndarray:
     """[L, 2, K, T, D] float32, another one for each request."""
     seed = zlib.crc32(request_id.encode())
     return np.random.default_rng(seed).standard_normal((LAYERS, 2, HEADS, tokens, DIM), dtype=np.float32)
+
+
+def transfer_of(request_id: str) -> str:
+    return f"t-{request_id.split('/')[0]}"
 
 
 class Clock:
@@ -164,7 +169,7 @@ class SenderPort:
         self._free(request_id)
         self.done.append(request_id)
 
-    def transfer_failed(self, request_id: str, reason: str) -> None:
+    def transfer_failed(self, request_id: str, reason: str, peer_lost: bool) -> None:
         self._free(request_id)
         assert request_id not in self.failed
         self.failed[request_id] = reason
@@ -187,6 +192,9 @@ class ReceiverPort:
         """Tokens that a reservation finds cached."""
         self.tokens: dict[str, int] = {}
         self.reserved: dict[str, np.ndarray] = {}
+        self.kept: dict[str, np.ndarray] = {}
+        """By transfer id."""
+        self.taken_over: list[str] = []
         self.published: dict[str, np.ndarray] = {}
         self.finished: list[str] = []
         self.first_outputs: dict[str, bytes] = {}
@@ -199,7 +207,9 @@ class ReceiverPort:
             self._to_p.append(frame)
 
     def reserve(self, request_id: str) -> int | None:
-        if len(self.reserved) >= self.room or request_id in self.too_large:
+        if request_id in self.taken_over:
+            return self.cached.get(request_id, 0)
+        if len(self.reserved) + len(self.kept) >= self.room or request_id in self.too_large:
             return None
         assert request_id not in self.reserved
         self.reserved[request_id] = np.full((LAYERS, 2, HEADS, self.tokens[request_id], DIM), np.nan, np.float32)
@@ -221,10 +231,31 @@ class ReceiverPort:
         self.finished.append(request_id)
         self.first_outputs[request_id] = first_output
 
-    def transfer_failed(self, request_id: str, reason: str) -> None:
+    def transfer_failed(self, request_id: str, reason: str, peer_lost: bool) -> None:
         self._end(request_id)
         self.reserved.pop(request_id, None)
         self.failed[request_id] = reason
+
+    def keep(self, request_id: str) -> bool:
+        if request_id not in self.reserved:
+            return False
+        self.kept[transfer_of(request_id)] = self.reserved.pop(request_id)
+        return True
+
+    def take_over(self, request_id: str) -> bool:
+        blocks = self.kept.pop(transfer_of(request_id))
+        if blocks.shape[3] != self.tokens[request_id]:
+            return False
+        self.reserved[request_id] = np.full_like(blocks, np.nan)
+        self.taken_over.append(request_id)
+        return True
+
+    def drop_kept(self, transfer_id: str) -> None:
+        del self.kept[transfer_id]
+
+    def release(self, request_id: str) -> None:
+        self.taken_over.remove(request_id)
+        del self.reserved[request_id]
 
     def _end(self, request_id: str) -> None:
         assert request_id not in self.published, "a request ended twice"
@@ -270,13 +301,13 @@ class World:
             {"tcp": (self.d_backend, "d:1")},
             self.d_arena,
             self.clock,
-            ReceiverSettings(lease_s=LEASE_S),
+            ReceiverSettings(lease_s=LEASE_S, keep_s=KEEP_S),
         )
 
     # ---- what engines do
 
     def add_to_d(self, request_id: str, tokens: int, attempt: int = 1, deadline_s: float = 600.0) -> TransferKey:
-        key = TransferKey(f"t-{request_id.split('/')[0]}", attempt)
+        key = TransferKey(transfer_of(request_id), attempt)
         self.d_port.tokens[request_id] = tokens
         self.receiver.request_added(request_id, key, "p", 1, tokens, self.clock.now_s + deadline_s)
         return key
@@ -284,7 +315,7 @@ class World:
     def add_to_p(
         self, request_id: str, tokens: int, attempt: int = 1, deadline_s: float = 600.0, no_kv: bool = False
     ) -> TransferKey:
-        key = TransferKey(f"t-{request_id.split('/')[0]}", attempt)
+        key = TransferKey(transfer_of(request_id), attempt)
         self.p_port.kv[request_id] = kv_of(request_id, tokens)
         self.sender.want_ticket(request_id, key, D_PEER, 2, tokens, self.clock.now_s + deadline_s, no_kv)
         return key
@@ -373,10 +404,14 @@ class World:
         assert self.d_port.first_outputs[request_id] == b"token 0 of " + request_id.encode()
 
     def assert_at_rest(self) -> None:
-        """Nothing is held by either side."""
+        """Nothing is held by either side, once what is kept for another attempt is given up."""
+        if self.d_port.kept:
+            self.pass_time(KEEP_S)
+            self.receiver.poll()
         assert self.sender.open_transfers == self.receiver.open_transfers == 0
         assert self.sender.leases == self.receiver.leases == 0
         assert self.p_arena.used_bytes == self.d_arena.used_bytes == 0
         assert self.receiver.parked == 0
         assert not self.d_port.reserved
+        assert not self.d_port.kept
         assert not self.p_port.kv

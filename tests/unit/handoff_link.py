@@ -126,6 +126,9 @@ class Receiver:
     def want_kv(self, request: Request) -> None:
         self.link.wanted[request.request_id] = request
 
+    def attempt_ends(self, request: Request) -> None:
+        self.link.d.keep_reservation(request.request_id)
+
     def request_ended(self, request: Request) -> None:
         self.link.close(request.request_id)
         error = (ErrorCode.HANDOFF_FAILED, "the receiver gave up", True)

@@ -15,6 +15,9 @@ def check_books(core: EngineCore) -> None:
         assert request.block_table or request.num_computed_tokens == 0
         for block_id in request.block_table:
             references[block_id] += 1
+    for block_table in scheduler.reservations.kept_tables:
+        for block_id in block_table:
+            references[block_id] += 1
     for _, block_ids in scheduler.blocks._freed_later:
         for block_id in block_ids:
             references[block_id] += 1
@@ -39,7 +42,8 @@ def assert_no_leak(core: EngineCore) -> None:
     assert not scheduler.granted
     assert not scheduler.waiting
     assert not scheduler.waiting_for_kv
-    assert not scheduler.reserved
+    assert not scheduler.reservations.reserved
+    assert not scheduler.reservations.kept
     assert not scheduler.holding
     assert scheduler.inflight.is_empty()
     assert scheduler.desk.is_empty()

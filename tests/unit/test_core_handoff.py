@@ -493,7 +493,7 @@ def test_a_draining_side_completes_what_is_under_way() -> None:
             cluster.step("p")
             cluster.link.deliver()
             cluster.step("d")
-        assert "under way" in cluster.d.scheduler.reserved
+        assert "under way" in cluster.d.scheduler.reservations.reserved
         core: EngineCore = getattr(cluster, side)
         core.drain()
         to_add = send_kv() if side == "p" else receive_kv()
