@@ -7,16 +7,19 @@ Every cluster is started by ``pdserve up`` with random weights of the true shape
 the gateway. ``--gpus``: aggregated, a worker on each; apart, one prefill and one decode worker, on one GPU (each with
 half of its memory) or on two. Loads: Poisson arrivals (input, output tokens, requests/s), or a trace and its time
 stretch; each for ``--seconds``. Two goodputs, as shares of the requests sent: within (TTFT 2 s, own p99 ITL 25 ms) and
-within (TTFT 0.25 s, TPOT 0.1 s).
+within (TTFT 0.25 s, TPOT 0.1 s). ``apart-mps`` is apart on one GPU with NVIDIA's MPS.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -143,10 +146,8 @@ COLUMNS = [
 def clusters(gpus: int, chosen: list[str], more: list[str]) -> dict[str, list[str]]:
     """Flags of ``pdserve up`` by name."""
     common = ["--device", "cuda", *more]
-    every = {
-        "aggregated": ["--aggregated", "--decode", str(gpus), *common],
-        "apart": ["--prefill", "1", "--decode", "1", *common],
-    }
+    apart = ["--prefill", "1", "--decode", "1", *common]
+    every = {"aggregated": ["--aggregated", "--decode", str(gpus), *common], "apart": apart, "apart-mps": apart}
     return {name: every[name] for name in chosen}
 
 
@@ -179,7 +180,7 @@ def main(
         print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}", flush=True)
         for name, flags in clusters(gpus, only.split(","), [*more, *up_flags.split()]).items():
             begin_s = time.monotonic()
-            with local_cluster(flags) as url:
+            with mps() if name.endswith("-mps") else contextlib.nullcontext(), local_cluster(flags) as url:
                 started[name] = time.monotonic() - begin_s
                 warm_up(url)
                 for number, load in enumerate(chosen_loads):
@@ -193,11 +194,28 @@ def main(
     print(f"ready after: {', '.join(f'{name} {value:.1f} s' for name, value in started.items())}")
 
 
+@contextlib.contextmanager
+def mps() -> Iterator[None]:
+    """Let processes share a GPU at the same time, rather than in turns, by NVIDIA's MPS daemon."""
+    with tempfile.TemporaryDirectory() as folder:
+        names = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
+        for directory in names.values():
+            Path(directory).mkdir()
+        os.environ.update(names)
+        subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True, timeout=20)
+        try:
+            yield
+        finally:
+            subprocess.run(["nvidia-cuda-mps-control"], input=b"quit\n", check=False, timeout=20)
+            for name in names:
+                del os.environ[name]
+
+
 def warm_up(url: str) -> None:
     """What compiles or connects at first use is not measured: prompts of several lengths, alone and many at once."""
-    for count, length, output_len in ((2, 64, 8), (24, 512, 32), (12, 2048, 32), (2, 20_000, 8)):
+    for count, length, output_len in ((16, 700, 32), (12, 2048, 32), (2, 20_000, 8)):
         flags = ("--num-prompts", str(count), "--random-input-len", str(length), "--random-output-len", str(output_len))
-        serve(url, flags, seed=count)
+        serve(url, (*flags, "--random-range-ratio", "0.3" if length != 2048 else "0"), seed=count)
 
 
 def write(output: Path, model: str, gpus: int, up_flags: str, started: dict[str, float], rows: list[Row]) -> None:
