@@ -84,11 +84,11 @@ class Runner:
 
     def __init__(self, fleet: Fleet, reference: Reference) -> None:
         self.fleet = fleet
-        self._reference = reference
+        self.reference = reference
 
     def warm_up(self) -> None:
         """Everything that is made once is made before the first measure is taken."""
-        reference = self._reference
+        reference = self.reference
         for shape in SHAPES:
             asked = [self.fleet.ask(reference.prompt, len(reference.answer), shape=shape) for _ in range(2)]
             for asking in asked:
@@ -114,7 +114,7 @@ class Runner:
         return result
 
     def _run(self, cell: Cell, state: State, fault: Fault, result: Result, asked: list[Asking]) -> None:
-        fleet, reference = self.fleet, self._reference
+        fleet, reference = self.fleet, self.reference
         is_deadline = fault.kind == "deadline"
         before = look(fleet, state.roles)
         state.enter(fleet)
@@ -152,7 +152,7 @@ class Runner:
 
     def judge(self, outcome: Outcome, right: frozenset[str], asking: Asking) -> list[str]:
         """What is wrong about how a request ended."""
-        answer = self._reference.answer[: asking.max_tokens]
+        answer = self.reference.answer[: asking.max_tokens]
         problems = []
         if outcome.kind not in right and outcome.code not in right:
             problems.append(f"ended as {outcome} ({outcome.message}); right: {', '.join(sorted(right))}")
@@ -170,7 +170,7 @@ class Runner:
 
     def check_recovery(self, problems: list[str]) -> None:
         """All members are up, the fleet answers right, and nothing is held; appends what is not so."""
-        fleet, reference = self.fleet, self._reference
+        fleet, reference = self.fleet, self.reference
         for name, member in fleet.members.items():
             if not fleet.is_up(member):
                 problems.append(f"{name} died: {member.tail(5)}")

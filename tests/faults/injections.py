@@ -240,7 +240,7 @@ FAULTS = (
     Fault("cut", tuple(LINKS), _treat(cut=True), _untreat, hold_s=2.5),
     Fault("partition", tuple(LINKS), _treat(hold=True), _untreat, hold_s=4.0),
     Fault("delay", tuple(LINKS), _treat(delay_s=0.25), _untreat, hold_s=3.0),
-    Fault("bit_flips", ("kv-data",), _treat(flip=3), _untreat, hold_s=2.0),
+    Fault("bit_flips", ("kv-data",), _treat(flip=3, flip_from_bytes=4096), _untreat, hold_s=2.0),
     Fault("redis_flushed", ("redis",), flush, nothing),
     Fault("redis_full", ("redis",), fill_redis, empty_redis, hold_s=3.0),
     Fault("redis_read_only", ("redis",), make_read_only, make_writable, hold_s=3.0),

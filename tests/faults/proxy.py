@@ -14,7 +14,7 @@ Commands are JSON lines on stdin, each answered by one line on stdout:
     {}                                                                    what was seen: connections and bytes of links
 
 Treatments: ``cut`` connections are reset and new ones refused; ``hold`` nothing passes; ``delay_s``; ``bytes_per_s``;
-``flip`` so many bits are inverted, each in another piece of at least 4 KiB.
+``flip`` so many bits are inverted, each in another piece of at least ``flip_from_bytes``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from typing import Any
 PIECE_BYTES = 1 << 16
 MAX_PIECES_IN_FLIGHT = 64
 LOOK_FOR_PORTS_S = 0.05
-MIN_FLIPPED_PIECE_BYTES = 4096
 LISTENING, ESTABLISHED = "0A", "01"
 
 
@@ -48,6 +47,7 @@ class Link:
     delay_s: float = 0.0
     bytes_per_s: float = 0.0
     flips_left: int = 0
+    flip_from_bytes: int = 0
     flipped: int = 0
     connections: int = 0
     bytes: int = 0
@@ -55,8 +55,9 @@ class Link:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def treat(self, cut: bool = False, hold: bool = False, delay_s: float = 0.0, bytes_per_s: float = 0.0,
-              flip: int = 0) -> None:  # fmt: skip
-        self.cut, self.hold, self.delay_s, self.bytes_per_s, self.flips_left = cut, hold, delay_s, bytes_per_s, flip
+              flip: int = 0, flip_from_bytes: int = 0) -> None:  # fmt: skip
+        self.cut, self.hold, self.delay_s, self.bytes_per_s = cut, hold, delay_s, bytes_per_s
+        self.flips_left, self.flip_from_bytes = flip, flip_from_bytes
         self.changed.set()
         self.changed = asyncio.Event()
         if cut:
@@ -64,7 +65,7 @@ class Link:
                 reset(writer)
 
     def maybe_flip(self, piece: bytes) -> bytes:
-        if not self.flips_left or len(piece) < MIN_FLIPPED_PIECE_BYTES:
+        if not self.flips_left or len(piece) < self.flip_from_bytes:
             return piece
         self.flips_left -= 1
         self.flipped += 1
@@ -253,7 +254,7 @@ async def main(host: str) -> None:
         if mirroring.done():
             mirroring.result()
         print(json.dumps(proxy.command(json.loads(line))), flush=True)
-    mirroring.cancel()
+    os._exit(0)  # connections need no farewell
 
 
 if __name__ == "__main__":

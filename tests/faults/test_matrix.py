@@ -5,6 +5,7 @@ The whole is ``make test-faults`` (python -m tests.faults), which also writes th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -72,3 +73,27 @@ def test_selection_has_every_pair() -> None:
     assert len(chosen) < len(everything) / 3
     assert {cell.kind for cell in chosen} == {fault.kind for fault in FAULTS}
     assert {cell.state for cell in chosen} == {state.name for state in STATES}
+
+
+@pytest.mark.faults
+def test_overload_is_refused_with_a_hint(runner: Runner) -> None:
+    """Many times what can be served before the deadline: some are answered, right; the others are told at once when to
+    come again, or ran out of time; the queue stays bounded, and afterwards it is as before."""
+    fleet, reference = runner.fleet, runner.reference
+    asked = []
+    for i in range(40):
+        asked.append(fleet.ask(reference.prompt, 8, shape=("stream", "whole")[i % 2], timeout_s=6))
+        time.sleep(0.05)
+    outcomes = [asking.wait() for asking in asked]
+    problems = [
+        problem
+        for outcome, asking in zip(outcomes, asked, strict=True)
+        for problem in runner.judge(outcome, frozenset({"answer", "overloaded", "deadline_exceeded"}), asking)
+    ]
+    refused = [outcome for outcome in outcomes if outcome.code == "overloaded"]
+    assert {outcome.status for outcome in refused} == {429}
+    assert all(int(outcome.retry_after or 0) >= 1 for outcome in refused)
+    assert any(outcome.kind == "answer" for outcome in outcomes)
+    assert len(refused) > len(outcomes) / 3
+    runner.check_recovery(problems)
+    assert not problems, problems
