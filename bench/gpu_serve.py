@@ -7,7 +7,8 @@ Every cluster is started by ``pdserve up`` with random weights of the true shape
 the gateway. ``--gpus``: aggregated, a worker on each; apart, one prefill and one decode worker, on one GPU (each with
 half of its memory) or on two. Loads: Poisson arrivals (input, output tokens, requests/s), or a trace and its time
 stretch; each for ``--seconds``. Two goodputs, as shares of the requests sent: within (TTFT 2 s, own p99 ITL 25 ms) and
-within (TTFT 0.25 s, TPOT 0.1 s). ``apart-mps`` is apart on one GPU with NVIDIA's MPS.
+within (TTFT 0.25 s, TPOT 0.1 s). ``apart-mps`` is apart on one GPU with NVIDIA's MPS, and
+``@2048`` after a cluster's name the token budget of its workers' steps (8192).
 """
 
 from __future__ import annotations
@@ -144,11 +145,15 @@ COLUMNS = [
 
 
 def clusters(gpus: int, chosen: list[str], more: list[str]) -> dict[str, list[str]]:
-    """Flags of ``pdserve up`` by name."""
+    """Flags of ``pdserve up`` by name; ``@N`` after a name is the token budget of a step."""
     common = ["--device", "cuda", *more]
     apart = ["--prefill", "1", "--decode", "1", *common]
     every = {"aggregated": ["--aggregated", "--decode", str(gpus), *common], "apart": apart, "apart-mps": apart}
-    return {name: every[name] for name in chosen}
+    found: dict[str, list[str]] = {}
+    for name in chosen:
+        kind, _, budget = name.partition("@")
+        found[name] = every[kind] + (["--max-num-batched-tokens", budget] if budget else [])
+    return found
 
 
 def serve(url: str, flags: tuple[str, ...], seed: int) -> dict[str, Any]:
@@ -167,7 +172,9 @@ def main(
     model: Annotated[str, typer.Option(help=" or ".join(SHAPES))] = "llama-3.1-8b",
     gpus: Annotated[int, typer.Option(help="1 or 2.")] = 1,
     seconds: Annotated[float, typer.Option(help="Of each load.")] = 20.0,
-    only: Annotated[str, typer.Option(help="Clusters, separated by commas.")] = "aggregated,apart",
+    only: Annotated[
+        str, typer.Option(help="Clusters, separated by commas: aggregated, apart, apart-mps, each also @TOKENS.")
+    ] = "aggregated,apart",
     up_flags: Annotated[str, typer.Option(help="More flags of `pdserve up` for all clusters.")] = "",
 ) -> None:
     """Aggregated workers against prefill and decode apart."""
@@ -180,7 +187,7 @@ def main(
         print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}", flush=True)
         for name, flags in clusters(gpus, only.split(","), [*more, *up_flags.split()]).items():
             begin_s = time.monotonic()
-            with mps() if name.endswith("-mps") else contextlib.nullcontext(), local_cluster(flags) as url:
+            with mps() if name.startswith("apart-mps") else contextlib.nullcontext(), local_cluster(flags) as url:
                 started[name] = time.monotonic() - begin_s
                 warm_up(url)
                 for number, load in enumerate(chosen_loads):

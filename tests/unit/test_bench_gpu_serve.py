@@ -41,6 +41,7 @@ def test_shares_count_requests_that_were_not_answered() -> None:
 
 
 def test_two_gpus_are_two_aggregated_workers_or_one_of_each() -> None:
-    found = clusters(2, ["aggregated", "apart"], [])
+    found = clusters(2, ["aggregated", "apart", "apart@2048"], [])
     assert found["aggregated"][:3] == ["--aggregated", "--decode", "2"]
     assert found["apart"][:4] == ["--prefill", "1", "--decode", "1"]
+    assert found["apart@2048"] == [*found["apart"], "--max-num-batched-tokens", "2048"]
