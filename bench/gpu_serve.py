@@ -172,9 +172,7 @@ def main(
     model: Annotated[str, typer.Option(help=" or ".join(SHAPES))] = "llama-3.1-8b",
     gpus: Annotated[int, typer.Option(help="1 or 2.")] = 1,
     seconds: Annotated[float, typer.Option(help="Of each load.")] = 20.0,
-    only: Annotated[
-        str, typer.Option(help="Clusters, separated by commas: aggregated, apart, apart-mps, each also @TOKENS.")
-    ] = "aggregated,apart",
+    only: Annotated[str, typer.Option(help="Of aggregated, apart, apart-mps; each also @TOKENS.")] = "aggregated,apart",
     up_flags: Annotated[str, typer.Option(help="More flags of `pdserve up` for all clusters.")] = "",
 ) -> None:
     """Aggregated workers against prefill and decode apart."""
