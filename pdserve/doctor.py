@@ -19,6 +19,7 @@ from pathlib import Path
 
 from pdserve.model_store import cache_dir, default_model_path
 from pdserve.redis_server import RedisMissingError, redis_binary
+from pdserve.up.devices import count_gpus
 from pdserve.up.errors import UpError
 from pdserve.up.preflight import available_bytes, check_platform, check_port, check_redis
 
@@ -103,7 +104,10 @@ def _gpu() -> Finding:
         output = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError) as error:
         return Finding("GPU", None, f"nvidia-smi fails ({error})", "repair the driver, or let the engines use the CPU")
-    return Finding("GPU", True, "; ".join(output.splitlines()))
+    names = "; ".join(output.splitlines())
+    if not count_gpus():
+        return Finding("GPU", None, f"{names}: unused, torch is built without CUDA", "install a CUDA build of torch")
+    return Finding("GPU", True, names)
 
 
 def _compiler() -> Finding:
