@@ -96,6 +96,7 @@ class Runner:
                 assert outcome.kind == "answer", (outcome, outcome.message)
                 assert outcome.token_ids == reference.answer, f"without any fault, {shape} is not the oracle's answer"
         assert not (why := self.fleet.wait_rest()), why
+        self.fleet.check_measures()
         self.fleet.note_rest()
 
     def run(self, cell: Cell) -> Result:

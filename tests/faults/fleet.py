@@ -34,6 +34,7 @@ DISK_BYTES = 64 << 20
 REST_TIMEOUT_S = 15.0
 FD_SLACK = 8
 THREAD_SLACK = 12
+RSS_SLACK_BYTES = 256 << 20
 """Pools of threads and kept-alive connections fill up once; what leaks with each cell passes these soon."""
 IN_USE = (
     "vllm:num_requests_running",
@@ -58,6 +59,17 @@ class Footprint:
     pid: int
     fds: int
     threads: int
+    rss_bytes: int
+
+    def why_grown(self, before: Footprint) -> str:
+        """What it has more of than pools that fill up once explain."""
+        if self.fds > before.fds + FD_SLACK:
+            return f"{self.fds} open files, at first {before.fds}"
+        if self.threads > before.threads + THREAD_SLACK:
+            return f"{self.threads} threads, at first {before.threads}"
+        if self.rss_bytes > before.rss_bytes + RSS_SLACK_BYTES:
+            return f"{self.rss_bytes >> 20} MiB, at first {before.rss_bytes >> 20}"
+        return ""
 
 
 @dataclass
@@ -104,6 +116,10 @@ class Fleet(Cluster):
                 if metrics(member).get("pdserve_open_requests", 0):
                     return member
         return members[0]
+
+    def clients_of(self, name: str) -> int:
+        """How many processes have one session each to it."""
+        return len(self.named("gateway" if name.startswith("router") else "router"))
 
     def start_again(self, member: Member) -> None:
         """At the same address; killed first when it still lives."""
@@ -208,6 +224,16 @@ class Fleet(Cluster):
         if not self._keys:
             self._keys = self.redis_keys()
 
+    def check_measures(self) -> None:
+        """What is to be 0 at rest is there: a metric that has another name now would be 0 for ever."""
+        for member in self.workers:
+            missing = [name for name in (*IN_USE, "pdserve_sessions", "pdserve_handoff_streams", "pdserve_kv_blocks")
+                       if name not in metrics(member)]  # fmt: skip
+            assert not missing, f"{member.name} has no {missing}"
+        for member in (self["gateway"], *self.named("router")):
+            assert "pdserve_open_requests" in metrics(member), member.name
+        assert self.redis_keys(), "nobody has registered"
+
     def why_not_at_rest(self) -> str:
         """The first thing that is still in use, or nothing."""
         for name, member in self.members.items():
@@ -222,17 +248,17 @@ class Fleet(Cluster):
             for metric in IN_USE:
                 if samples.get(metric, 0.0):
                     return f"{name}: {metric} is {samples[metric]:g}"
+            for metric, peers in (("pdserve_sessions", self.clients_of(name)), ("pdserve_handoff_streams", 2)):
+                if samples.get(metric, 0.0) > peers:
+                    return f"{name}: {metric} is {samples[metric]:g}, there are {peers} peers"
             blocks = {s: samples.get(f"pdserve_kv_blocks{{state={s}}}", 0.0) for s in ("free", "cached", "total")}
             if blocks["free"] + blocks["cached"] != blocks["total"]:
                 lost = blocks["total"] - blocks["free"] - blocks["cached"]
                 return f"{name}: {lost:g} blocks are neither free nor cached"
             before = self._footprints.get(name)
-            if before is not None and before.pid == member.pid:
-                now = footprint(member, self.pids(member))
-                if now.fds > before.fds + FD_SLACK:
-                    return f"{name}: {now.fds} open files, at first {before.fds}"
-                if now.threads > before.threads + THREAD_SLACK:
-                    return f"{name}: {now.threads} threads, at first {before.threads}"
+            is_same = before is not None and before.pid == member.pid
+            if is_same and (why := footprint(member, self.pids(member)).why_grown(before)):
+                return f"{name}: {why}"
         if more := set(os.listdir("/dev/shm")) - self._shm:
             return f"/dev/shm has {sorted(more)}"
         if self._keys and (keys := self.redis_keys()) != self._keys:
@@ -255,7 +281,12 @@ class Fleet(Cluster):
 
 def footprint(member: Member, pids: list[int]) -> Footprint:
     processes = [psutil.Process(pid) for pid in pids]
-    return Footprint(member.pid, sum(p.num_fds() for p in processes), sum(p.num_threads() for p in processes))
+    return Footprint(
+        member.pid,
+        sum(p.num_fds() for p in processes),
+        sum(p.num_threads() for p in processes),
+        sum(p.memory_info().rss for p in processes),
+    )
 
 
 def metrics(member: Member, timeout_s: float = 2.0) -> dict[str, float]:
