@@ -153,6 +153,7 @@ class WorkerApp:
 
     def engine_ready(self, ready: EngineReady) -> None:
         self._sessions.draining = self._drain.is_asked
+        self._service.model_fingerprint = ready.model_fingerprint
         self._publisher.engine_ready(ready.num_blocks)
         self._handoff_servicer.not_ready = None
         self._registration.changed()

@@ -55,13 +55,15 @@ class WorkerService:
         self._stats = EngineStats()
         self.draining = False
         """What comes is handed back at once."""
+        self.model_fingerprint = ""
+        """Of the engine's model."""
 
     # ---- from sessions
 
     def open(self, session: ServerSession, request: pb.GenerateRequest) -> None:
-        if self.draining:
+        if why := self._why_not_here(request):
             self._metrics.requests_finished.labels("abort").inc()
-            session.send([terminal.aborted(request.request_id, "this worker is draining: use another one")])
+            session.send([terminal.aborted(request.request_id, why)])
             return
         engine_id = f"{session.peer.worker_id}/{session.peer.incarnation}/{request.request_id}"
         try:
@@ -143,6 +145,14 @@ class WorkerService:
         return len(self._open)
 
     # ---- inside
+
+    def _why_not_here(self, request: pb.GenerateRequest) -> str:
+        """Why it is handed back at once; empty when it is not."""
+        if self.draining:
+            return "this worker is draining: use another one"
+        if request.model_fingerprint not in ("", self.model_fingerprint):  # its router knows an older incarnation
+            return "this worker has another model: use another one"
+        return ""
 
     def _abort(self, session: ServerSession, request_ids: list[str], reason: str) -> None:
         prefix = f"{session.peer.worker_id}/{session.peer.incarnation}/"

@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
+import redis
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.channel import open_channel
@@ -65,6 +66,11 @@ async def records() -> dict[str, WorkerRecord]:
         await registry.close()
 
 
+def keys_of(worker_id: str) -> set[bytes]:
+    with redis.Redis.from_url(redis_url()) as client:
+        return {key for key in client.scan_iter() if worker_id.encode() in key}
+
+
 async def exit_status(member: Member) -> int:
     assert member.process is not None
     return await asyncio.to_thread(member.process.wait, 30)
@@ -94,6 +100,7 @@ async def test_a_prefill_worker_completes_its_hand_off_and_hands_back_the_rest(p
         assert (await asyncio.wait_for(read(under_way), 10)).reason == "LENGTH"
         assert await exit_status(prefill) == 0
         assert "drain-p" not in await records()
+        assert keys_of("drain-p") == {b"{pdserve}:incarnation:drain-p"}  # the fence against an older process stays
         # The decode worker does the same work alone, as before.
         assert (await router.aggregated(prompt_of(LONG), max_tokens=4)).token_ids == expected.token_ids
     assert_at_rest(decode)
@@ -180,6 +187,15 @@ async def test_the_drain_command(pair: tuple[Member, Member]) -> None:
         assert (await reading).reason == "ABORT"
     assert await exit_status(decode) == 0
     assert "drain-d" not in await records()
+
+
+async def test_another_models_answer_is_handed_back(pair: tuple[Member, Member]) -> None:
+    """Its router still knows the worker as it was before a restart with another model."""
+    async with routing(*pair) as router:
+        request = router.request(prompt_of(20), max_tokens=8, output_so_far=[4, 5])
+        request.model_fingerprint = "of the model before"
+        answer = await read(router.decode.open(request))
+        assert (answer.reason, answer.token_ids) == ("ABORT", [])
 
 
 async def test_not_ready_before_it_is_registered(model: Path, tmp_path: Path) -> None:
