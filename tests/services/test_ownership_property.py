@@ -25,7 +25,7 @@ from engine.block_hash import hash_tokens, root_hash
 from registry import ownership
 from router import ownership_feed
 from tests.services.ownership_world import Broker, FakeBroker, ValkeyBroker, VirtualTimeLoop, World
-from tests.services.processes import running_redis
+from tests.services.processes import REDIS_SERVERS, running_redis
 from worker import kv_publisher
 
 WORKERS = st.sampled_from(["w0", "w1", "w2"])
@@ -166,8 +166,9 @@ def quick() -> Iterator[None]:
         yield
 
 
-def test_the_same_with_a_real_valkey(tmp_path: Path, quick: None) -> None:
-    with running_redis(tmp_path) as server:
+@pytest.mark.parametrize("kind", sorted(REDIS_SERVERS))
+def test_the_same_with_a_real_server(tmp_path: Path, quick: None, kind: str) -> None:
+    with running_redis(tmp_path, kind) as server:
 
         class ValkeyMachine(OwnershipMachine):
             quiet_s = 1.5
@@ -178,4 +179,4 @@ def test_the_same_with_a_real_valkey(tmp_path: Path, quick: None) -> None:
                 broker.flush()
                 return World(broker, asyncio.new_event_loop())
 
-        run_state_machine_as_test(ValkeyMachine, settings=settings(SETTINGS, max_examples=6, stateful_step_count=25))
+        run_state_machine_as_test(ValkeyMachine, settings=settings(SETTINGS, max_examples=3, stateful_step_count=25))

@@ -1,4 +1,4 @@
-"""Ownership in a real Valkey: what the scripts do once, what they refuse, and who may call them."""
+"""Ownership in a real Valkey and a real Redis 6: what the scripts do once, what they refuse, and who may call them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from registry import RegistryUnavailable, WorkerRegistry
 from registry.connection import without_password
 from registry.kv_events import Batch, Cleared, Event, Removed, Stored, join
 from registry.ownership import STREAM_LENGTH, Ownership, Verdict
-from tests.services.processes import RedisProcess, running_redis
+from tests.services.processes import REDIS_SERVERS, RedisProcess, running_redis
 
 
 def name(value: int) -> bytes:
@@ -32,9 +32,9 @@ def batch(first_seq: int, *events: Event, incarnation: int = 5) -> Batch:
     return Batch(incarnation, first_seq, list(events))
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
-    with running_redis(tmp_path_factory.mktemp("v")) as server:
+@pytest.fixture(scope="module", params=sorted(REDIS_SERVERS))
+def server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[RedisProcess]:
+    with running_redis(tmp_path_factory.mktemp("v"), request.param) as server:
         yield server
 
 

@@ -1,4 +1,4 @@
-"""The workers' registration against a real Valkey: leases, fencing, and Redis that is slow, empty or gone."""
+"""The workers' registration against a real Valkey and Redis 6: leases, fencing, Redis that is slow, empty or gone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from registry import RegistryUnavailable, StaleIncarnation, WorkerLoad, WorkerRecord, WorkerRegistry
-from tests.services.processes import RedisProcess, running_redis
+from tests.services.processes import REDIS_SERVERS, RedisProcess, running_redis
 
 
 def record(worker_id: str = "p0", incarnation: int = 1, load: WorkerLoad | None = None) -> WorkerRecord:
@@ -30,9 +30,9 @@ def record(worker_id: str = "p0", incarnation: int = 1, load: WorkerLoad | None 
     )
 
 
-@pytest.fixture
-def valkey(tmp_path: Path) -> Iterator[RedisProcess]:
-    with running_redis(tmp_path) as server:
+@pytest.fixture(params=sorted(REDIS_SERVERS))
+def valkey(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RedisProcess]:
+    with running_redis(tmp_path, request.param) as server:
         yield server
 
 
