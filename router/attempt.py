@@ -11,6 +11,8 @@ from router.breaker import WorkerKey
 from router.placement import Placement, worker_key
 from router.workers import Worker
 
+MIN_LEARNED_TOKENS = 64
+
 
 @dataclass(slots=True)
 class Charge:
@@ -61,7 +63,8 @@ class Attempt:
         self._transfer_id = transfer_id
         self._buffer = OutputBuffer()
         self._ended = False
-        num_tokens = len(request.prompt_token_ids) + len(request.output_so_far)
+        num_tokens = self._num_tokens = len(request.prompt_token_ids) + len(request.output_so_far)
+        self._is_alone = (self.prefill or self.decode).load.requests == 0
         uncached = num_tokens - placement.prefill_cached_tokens
         # The decode worker first: a hand-off that it does not know yet would have to wait there.
         self.decode_handle = self._open(self.decode, self.prefill, pb.Handoff.SIDE_RECEIVE, request)
@@ -82,6 +85,8 @@ class Attempt:
                 self._prefill_charge.drop()
             return self.prefill, output
         if output.token_ids:
+            if not self.has_tokens:
+                self._learn(output)
             self._prefill_is_over()
         return self.decode, output
 
@@ -100,6 +105,16 @@ class Attempt:
             for handle in (self.decode_handle, self.prefill_handle):
                 if handle is not None:
                     handle.abort(abort_reason)
+
+    def _learn(self, output: pb.Output) -> None:
+        """What the workers say of this request's way to its first token says how fast they are."""
+        prefiller = (self.prefill or self.decode).load
+        computed = self._num_tokens - output.cached_tokens
+        # Beside others it would say how busy they are, and a short prompt, how long a step takes at least.
+        if self._is_alone and prefiller.own_requests == 1 and computed >= MIN_LEARNED_TOKENS:
+            prefiller.prefill.observe(computed, output.phases.prefill_s)
+        if self.prefill is not None:
+            self.decode.load.exposed.observe(output.sent_kv_tokens, output.phases.transfer_s)
 
     def _prefill_is_over(self) -> None:
         """The first token is there: the queues are free of this prompt, though a report may still say otherwise."""

@@ -33,6 +33,8 @@ def main(
     load: Annotated[float, typer.Option(help="arrivals compared with the trace, at 16 workers")] = 1.0,
     hash_block_tokens: Annotated[int, typer.Option(help="unit of the hashes")] = 512,
     block_tokens: Annotated[int, typer.Option(help="block size of the workers; 0: the unit")] = 0,
+    slow_prefills: Annotated[float, typer.Option(help="share of the prefill workers that are half as fast")] = 0.0,
+    learn: Annotated[bool, typer.Option(help="routers learn how fast each worker is")] = True,
     memory: Annotated[bool, typer.Option(help="also measure the index's memory")] = False,
     output: Annotated[Path | None, typer.Option(help="JSON")] = None,
     data: Annotated[Path | None, typer.Option(help="folder of the traces  [default: $PDSERVE_DATA]")] = None,
@@ -53,6 +55,8 @@ def main(
                     speedup=load * size / REFERENCE_WORKERS,
                     hash_block_tokens=hash_block_tokens,
                     block_tokens=block_tokens or hash_block_tokens,
+                    slow_prefills=round(slow_prefills * (size // 2)),
+                    learns=learn,
                 )
                 outcome = asyncio.run(Simulation(setup).run(chosen))
                 shared = shared_lru_hit_rate(chosen, setup.prefills * setup.speed.pool_tokens)

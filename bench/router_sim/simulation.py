@@ -15,7 +15,7 @@ import heapq
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 
@@ -44,6 +44,10 @@ class Setup:
     hash_block_tokens: int = 16
     block_tokens: int = 32
     speed: WorkerSpeed = field(default_factory=WorkerSpeed)
+    slow_prefills: int = 0
+    """So many of the prefill workers take twice as long for everything."""
+    learns: bool = True
+    """The routers learn how fast each worker is."""
     seed: int = 0
 
 
@@ -107,7 +111,9 @@ class Simulation:
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         names = [f"p{i}" for i in range(setup.prefills)] + [f"d{i}" for i in range(setup.decodes)]
-        self._workers = [SimWorker(name, setup.speed, setup.block_tokens) for name in names]
+        slow = replace(setup.speed, prefill_tokens_per_s=setup.speed.prefill_tokens_per_s / 2)
+        speeds = [slow] * setup.slow_prefills + [setup.speed] * (len(names) - setup.slow_prefills)
+        self._workers = [SimWorker(name, speed, setup.block_tokens) for name, speed in zip(names, speeds, strict=True)]
         self._routers = [SimRouter(setup, self._workers, lambda: self._now_s) for _ in range(setup.routers)]
         self._rng = random.Random(setup.seed)
         self._left = 0
@@ -191,6 +197,8 @@ class Flight:
         outcome.prompt_tokens += request.num_tokens
         outcome.prefill_cached_tokens += cached
         outcome.no_room += not self._table
+        self._is_alone = prefill.load.requests == 0
+        self._since_s = now_s
         done_s = prefill.worker.prefill(now_s, self._uncached)
         outcome.ttft_s.append(done_s - now_s)
         prefill.worker.requests += 1
@@ -205,6 +213,8 @@ class Flight:
         if self._table:
             prefill.worker.publish(self._table, self._hashes)
             prefill.worker.free(self._table)
+        if simulation._setup.learns and self._is_alone and prefill.load.own_requests == 1 and self._uncached >= 64:
+            prefill.load.prefill.observe(self._uncached, simulation._now_s - self._since_s)
         prefill.worker.queued_tokens -= self._uncached
         prefill.worker.requests -= 1
         prefill.load.add(-1, -self._uncached, -request.num_tokens)

@@ -10,8 +10,10 @@ before it came; whatever the router had there since the report before may be in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from router.policies.rates import Rate
 
 
 class LoadReport(Protocol):
@@ -41,6 +43,10 @@ class WorkerLoad:
     """Prompt tokens of those that it has yet to compute: without cached ones, and without those whose prefill ended."""
     own_kv_tokens: int = 0
     """Tokens of those: KV that they hold there, or will hold."""
+    prefill: Rate = field(default_factory=Rate)
+    """Of computing a prompt here, while nothing else is computed."""
+    exposed: Rate = field(default_factory=Rate)
+    """Of receiving KV: what is still on its way when the prefill has ended."""
     _most: tuple[int, int, int] = (0, 0, 0)
     """Of the three since the last report."""
     _others_requests: int = 0

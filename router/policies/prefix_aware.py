@@ -8,6 +8,9 @@ Costs are times, in units of the time to prefill one token, so that unlike thing
                       + blocks in use, with the expected growth, beyond what the pool holds (those would wait)
     without prefill   both sums of the one worker, with nothing sent
 
+"One token" is that of the average worker: where computing takes longer than on the others, or sending shows more than
+the constant says, as learned from what the workers report (``rates``), it counts as much more, within bounds.
+
 A prefix is worth as much as computing it would cost, and no more: a worker that has it and a longer queue than that
 loses to an idle one, which then has the prefix too. So a hot prefix spreads over as many workers as its load needs, and
 one hot worker changes nothing for the others. In large fleets a lot decides who is looked at beside those that have the
@@ -26,6 +29,8 @@ from router.policies.base import C, Choice, Pool, PromptInfo
 MAX_OWNERS = 32
 MAX_OTHERS = 32
 """Candidates that are looked at on each side."""
+SPEED_STEP = 0.25
+"""Smaller differences in speed are noise: equals must stay equals, or the first of them gets all the work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +41,10 @@ class CostModel:
     """Computing it takes 1, and so long later requests wait: in replays of traces under load, twice is better for the
     mean time to the first token than once, and no worse when idle."""
     send_token: float = 0.05
-    """Sending is overlapped with computing; the rest of it shows."""
+    """Sending is overlapped with computing; the rest of it shows. Until it is learned."""
+    send_token_bounds: tuple[float, float] = (0.005, 4.0)
+    speed_bounds: tuple[float, float] = (0.2, 5.0)
+    """Of one worker, compared with the average of those it is chosen from."""
     prefill_request: float = 16.0
     """Beside its tokens: even a fully cached request occupies a step and a hand-off."""
     decode_request: float = 256.0
@@ -59,11 +67,14 @@ class PrefixAware:
         for pool in pools:
             cost = 0.0
             prefill: C | None = None
-            if pool.prefills:
-                cost, prefill = self._cheapest(prompt, pool.prefills, self._prefill_cost)
-                decode_cost, decode = self._cheapest(prompt, pool.decodes, self._decode_cost)
-            else:
-                decode_cost, decode = self._cheapest(prompt, pool.decodes, self._alone_cost)
+            decodes = self._look_at(prompt, pool.decodes)
+            prefills = self._look_at(prompt, pool.prefills)
+            average_s = _average_s_per_token(prefills or decodes)
+            if prefills:
+                cost, prefill = self._cheapest(prefills, self._prefill_cost, prompt, average_s)
+            decode_cost, decode = self._cheapest(
+                decodes, self._decode_cost if prefills else self._alone_cost, prompt, average_s
+            )
             cost += decode_cost
             if best is None or cost < best[0]:
                 best = cost, Choice(prefill, decode)
@@ -71,13 +82,12 @@ class PrefixAware:
         return best[1]
 
     def _cheapest(
-        self, prompt: PromptInfo, workers: Sequence[C], cost: Callable[[PromptInfo, C], float]
+        self, workers: Sequence[C], cost: Callable[[PromptInfo, C, float], float], prompt: PromptInfo, average_s: float
     ) -> tuple[float, C]:
         """The sums of a pair do not depend on each other, so each side is chosen by itself."""
-        looked_at = self._look_at(prompt, workers)
-        costs = [cost(prompt, worker) for worker in looked_at]
+        costs = [cost(prompt, worker, average_s) for worker in workers]
         least = min(costs)
-        equals = [worker for worker, its_cost in zip(looked_at, costs, strict=True) if its_cost == least]
+        equals = [worker for worker, its_cost in zip(workers, costs, strict=True) if its_cost == least]
         return least, equals[0] if len(equals) == 1 else self._random.choice(equals)
 
     def _look_at(self, prompt: PromptInfo, workers: Sequence[C]) -> Sequence[C]:
@@ -90,22 +100,36 @@ class PrefixAware:
             owners = nlargest(MAX_OWNERS, owners, key=lambda worker: cached[worker.worker_id])
         return owners + self._random.sample(workers, MAX_OTHERS)
 
-    def _prefill_cost(self, prompt: PromptInfo, worker: C) -> float:
+    def _prefill_cost(self, prompt: PromptInfo, worker: C, average_s: float) -> float:
         uncached = prompt.num_tokens - prompt.cached_tokens.get(worker.worker_id, 0)
         costs, load = self._costs, worker.load
-        return costs.uncached_token * uncached + load.queued_tokens + costs.prefill_request * load.requests
+        tokens = costs.uncached_token * uncached + load.queued_tokens + costs.prefill_request * load.requests
+        return tokens * self._slowness(worker, average_s)
 
-    def _decode_cost(self, prompt: PromptInfo, worker: C) -> float:
+    def _decode_cost(self, prompt: PromptInfo, worker: C, average_s: float) -> float:
         unsent = prompt.num_tokens - prompt.cached_tokens.get(worker.worker_id, 0)
-        return self._costs.send_token * unsent + self._occupation_cost(prompt, worker, unsent)
+        return self._send_token(worker, average_s) * unsent + self._occupation_cost(prompt, worker, unsent)
 
-    def _alone_cost(self, prompt: PromptInfo, worker: C) -> float:
+    def _alone_cost(self, prompt: PromptInfo, worker: C, average_s: float) -> float:
         uncached = prompt.num_tokens - prompt.cached_tokens.get(worker.worker_id, 0)
-        return (
-            self._costs.uncached_token * uncached
-            + worker.load.queued_tokens
-            + self._occupation_cost(prompt, worker, uncached)
-        )
+        tokens = self._costs.uncached_token * uncached + worker.load.queued_tokens
+        return tokens * self._slowness(worker, average_s) + self._occupation_cost(prompt, worker, uncached)
+
+    def _slowness(self, worker: C, average_s: float) -> float:
+        """How many times as long as the average worker it takes for a token."""
+        rate = worker.load.prefill
+        if not average_s or not rate.is_known:
+            return 1.0
+        slowness = round(rate.seconds_per_token / average_s / SPEED_STEP) * SPEED_STEP
+        slowest, fastest = self._costs.speed_bounds
+        return min(max(slowness, 1 / fastest), 1 / slowest)
+
+    def _send_token(self, worker: C, average_s: float) -> float:
+        exposed = worker.load.exposed
+        if not average_s or not exposed.is_known:
+            return self._costs.send_token
+        least, most = self._costs.send_token_bounds
+        return min(max(exposed.seconds_per_token / average_s, least), most)
 
     def _occupation_cost(self, prompt: PromptInfo, worker: C, new_tokens: int) -> float:
         costs, load = self._costs, worker.load
@@ -118,3 +142,9 @@ class PrefixAware:
             cost += costs.overflow_token * max(0.0, needed - pool_tokens)
             cost += costs.decode_request * used / pool_tokens  # among equals, the emptier one
         return cost
+
+
+def _average_s_per_token(workers: Sequence[C]) -> float:
+    """Of those whose speed is known; 0: nobody's is."""
+    known = [worker.load.prefill.seconds_per_token for worker in workers if worker.load.prefill.is_known]
+    return sum(known) / len(known) if known else 0.0

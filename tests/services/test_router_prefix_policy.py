@@ -155,6 +155,59 @@ async def test_routers_with_the_same_old_reports_do_not_run_to_the_same_worker(p
     assert max(totals.values()) <= 1.5 * 400 / 10
 
 
+async def learned(worker: Sim, seconds_per_token: float) -> Sim:
+    for _ in range(8):
+        worker.load.prefill.observe(1000, 1000 * seconds_per_token)
+    return worker
+
+
+async def test_a_slow_worker_gets_what_it_can_do() -> None:
+    """One takes three times as long for a token: of a cold crowd that nobody finishes it gets about a third of the
+    others' share; its prefix is still worth going there when the others would compute longer."""
+    prefills = [await learned(Sim("slow"), 3e-4), *[await learned(worker, 1e-4) for worker in sims("p", 3)]]
+    counts, _ = await route(Pool(prefills, sims("d", 4)), [(1000, f"cold{i}") for i in range(200)], PrefixAware(seed=1))
+    assert 0.2 < counts["slow"] / (sum(counts.values()) - counts["slow"]) * 3 < 0.5
+    idle = [await learned(Sim("slow"), 3e-4), await learned(Sim("fast"), 1e-4)]
+    choice = await choose(Pool(idle, sims("d", 1)), cached={"slow": 900})
+    assert choice.prefill is not None
+    assert choice.prefill.worker_id == "slow"
+
+
+async def test_small_differences_in_speed_leave_equals_equal() -> None:
+    prefills = [await learned(worker, 1e-4 * (1 + 0.02 * i)) for i, worker in enumerate(sims("p", 5))]
+    chosen: Counter[str] = Counter()
+    policy = PrefixAware(seed=1)
+    for _ in range(200):
+        choice = await choose(Pool(prefills, sims("d", 1)), policy=policy)
+        assert choice.prefill is not None
+        chosen[choice.prefill.worker_id] += 1
+    assert min(chosen.values()) > 20
+
+
+@pytest.mark.parametrize(("exposed_s", "expected"), [(0.0, "idle"), (1e-3, "owner")])
+async def test_where_sending_shows_a_prefix_on_the_decode_side_is_worth_more(exposed_s: float, expected: str) -> None:
+    prefills = [await learned(worker, 1e-4) for worker in sims("p", 1)]
+    decodes = [Sim("owner", running=2), Sim("idle")]
+    for worker in decodes:
+        worker.load.exposed.observe(1000, 1000 * exposed_s)
+    choice = await choose(Pool(prefills, decodes), tokens=2000, cached={"owner": 1900})
+    assert choice.decode.worker_id == expected
+
+
+async def test_no_report_however_odd_decides_alone() -> None:
+    """Zeros, infinities and outliers: rates stay near what most say, costs stay within their bounds."""
+    worker = await learned(Sim("p0"), 1e-4)
+    for tokens, seconds in ((0, 1.0), (-5, 1.0), (1000, float("nan")), (1000, float("inf")), (1000, -1.0)):
+        worker.load.prefill.observe(tokens, seconds)
+    assert worker.load.prefill.seconds_per_token == pytest.approx(1e-4)
+    worker.load.prefill.observe(1000, 3600.0)
+    assert worker.load.prefill.seconds_per_token < 2e-4
+    glacial = await learned(Sim("glacial"), 1e3)
+    choice = await choose(Pool([worker, glacial], sims("d", 1)), cached={"glacial": 990})
+    assert choice.prefill is not None
+    assert choice.prefill.worker_id == "glacial"  # five times as slow at most, so its prefix is worth the way
+
+
 async def test_counters_count_and_come_back_to_zero() -> None:
     worker = Sim("p0")
     worker.load.add(1, 500, 600)
