@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from pdserve.channel import open_channel
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from registry import WorkerRecord, WorkerRegistry
 from tests.e2e.cluster import Member
-from tests.services.processes import eventually
+from tests.services.processes import eventually, running_redis
 from tests.services.tiny_model import write_tiny_model
 from tests.services.worker_cluster import assert_at_rest, prompt_of, read, redis_url, routing, start_worker
 
@@ -146,6 +147,41 @@ async def test_a_second_signal_ends_it_at_once(pair: tuple[Member, Member]) -> N
         assert await exit_status(decode) == 0
         answer = await reading
         assert answer.code in ("ERROR_CODE_WORKER_LOST", "ERROR_CODE_ABORTED")
+
+
+async def test_it_leaves_in_time_with_a_stopped_engine_and_without_redis(model: Path, tmp_path: Path) -> None:
+    """Nobody answers it: it exits all the same, and what ran is lost with its session, for its router to resume."""
+    with running_redis(tmp_path) as valkey:
+        flags = ("--redis", valkey.url, "--drain-timeout-s", "1")
+        decode = start_worker("decode_service", "drain-alone", model, tmp_path, *flags)
+        try:
+            decode.wait_healthy()
+            async with routing(decode, decode) as router:
+                running = router.decode.open(router.request(prompt_of(20), max_tokens=7000))
+                await anext(running)
+                reading = asyncio.create_task(read(running))
+                os.kill(decode.engine_pid(), signal.SIGSTOP)
+                valkey.kill()
+                decode.signal(signal.SIGTERM)
+                assert (await asyncio.wait_for(reading, 20)).code == "ERROR_CODE_WORKER_LOST"
+            assert await exit_status(decode) == 0
+        finally:
+            decode.terminate()
+
+
+async def test_a_signal_before_it_is_ready(model: Path, tmp_path: Path) -> None:
+    member = start_worker("decode_service", "drain-early", model, tmp_path)
+    await eventually(lambda: member.log.exists() and is_alive(member), "its status server is there")
+    member.signal(signal.SIGTERM)
+    assert await exit_status(member) == 0
+    assert "drain-early" not in await records()
+
+
+def is_alive(member: Member) -> bool:
+    try:
+        return status(member, "/live")[0] == 200
+    except httpx.TransportError:
+        return False
 
 
 async def test_an_operator_drains_it_and_watches(pair: tuple[Member, Member]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import random
+import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -23,9 +24,11 @@ from tests.services.tiny_model import VOCAB
 @functools.cache
 def redis_url() -> str:
     """Of a Valkey for all workers of a test run, which ends with it: a worker that is not registered is not ready."""
-    redis = RedisProcess(Path(tempfile.mkdtemp(prefix="pdserve-workers-")))
+    folder = Path(tempfile.mkdtemp(prefix="pdserve-workers-"))
+    redis = RedisProcess(folder)
     redis.start()
-    atexit.register(redis.kill)
+    atexit.register(shutil.rmtree, folder)
+    atexit.register(redis.kill)  # before the folder goes
     return redis.url
 
 
