@@ -37,6 +37,7 @@ def main(
     enable_prefix_caching: config.PrefixCaching = True,
     transfer: config.Transfer = "auto",
     drain_timeout_s: config.DrainTimeout = 30.0,
+    tls_dir: config.TlsDir = "",
     otlp_endpoint: config.OtlpEndpoint = "",
 ) -> None:
     """A decode worker: takes KV from prefill workers and streams tokens; or an aggregated one."""
@@ -52,6 +53,7 @@ def main(
             advertised_host=advertised_host,
             transfer=transfer,
             drain_timeout_s=drain_timeout_s,
+            tls_dir=tls_dir,
             otlp_endpoint=otlp_endpoint,
             engine_module="decode_service.engine_main",
             engine_options=config.engine_options(
@@ -62,9 +64,9 @@ def main(
                 block_size=block_size,
                 num_blocks=num_blocks,
                 kv_cache_bytes=kv_cache_bytes,
+                host_kv_bytes=host_kv_bytes,
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
-                host_kv_bytes=host_kv_bytes,
                 max_num_batched_tokens=max_num_batched_tokens,
                 num_threads=num_threads,
                 enable_prefix_caching=enable_prefix_caching,

@@ -32,6 +32,7 @@ def main(
     enable_prefix_caching: config.PrefixCaching = True,
     transfer: config.Transfer = "auto",
     drain_timeout_s: config.DrainTimeout = 30.0,
+    tls_dir: config.TlsDir = "",
     otlp_endpoint: config.OtlpEndpoint = "",
 ) -> None:
     """A prefill worker: runs prompts, streams their KV to decode workers."""
@@ -47,6 +48,7 @@ def main(
             advertised_host=advertised_host,
             transfer=transfer,
             drain_timeout_s=drain_timeout_s,
+            tls_dir=tls_dir,
             otlp_endpoint=otlp_endpoint,
             engine_module="prefill_service.engine_main",
             engine_options=config.engine_options(

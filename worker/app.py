@@ -33,6 +33,7 @@ from engine.messages import (
 from engine.messages import (
     Drain as DrainEngine,
 )
+from pdserve import tls
 from pdserve.channel import Servicer, serve
 from pdserve.identity import new_identity
 from pdserve.session_server import SessionServer
@@ -83,18 +84,19 @@ class WorkerApp:
         self._publisher = KVPublisher(ownership, config.worker_id, lambda: self._supervisor.send(SendKVSnapshot()))
         self._supervisor = EngineSupervisor(config.engine_module, self, silence_s=config.engine_silence_s)
         try:
+            credentials = tls.from_option(config.tls_dir)
             tracer = start_tracer(config.role, config.worker_id, config.otlp_endpoint)
         except ValueError as error:
-            log.error("cannot_trace", reason=str(error))
+            log.error("cannot_start", reason=str(error))
             return 1
         self._service = WorkerService(self._to_engine, self._metrics, tracer, config.role)
         self._sessions = SessionServer(self._identity, self._service, load=self._service.load)
         self._sessions.draining = True  # until the engine is ready
-        self._handoff_client = HandoffClient(self._to_engine)
+        self._handoff_client = HandoffClient(self._to_engine, credentials)
         self._handoff_servicer = HandoffServicer(self._identity, self._to_engine)
         registry = WorkerRegistry(config.redis_url)
         self._registration = Registration(registry, self._record)
-        self._peers = PeerCheck(registry, self._record)
+        self._peers = PeerCheck(registry, self._record, credentials)
         self._drain = Drain(
             config.drain_timeout_s,
             num_open=lambda: self._service.num_open,
@@ -111,7 +113,7 @@ class WorkerApp:
             if config.role != "prefill":
                 servicers.append(self._handoff_servicer)
             server, self._ports["port"] = await serve(
-                servicers, config.host, config.port, is_ready=lambda: self._not_ready() is None
+                servicers, config.host, config.port, is_ready=lambda: self._not_ready() is None, tls=credentials
             )
         except OSError as error:
             log.error("cannot_listen", reason=str(error), remedy="use another --port or --metrics-port")

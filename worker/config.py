@@ -9,7 +9,7 @@ import typer
 
 WILDCARD_HOSTS = ("0.0.0.0", "::", "")
 
-TRANSFERS = ("auto", "shm", "tcp", "ucx")
+TRANSFERS = ("auto", "cuda_ipc", "shm", "tcp", "ucx")
 ROLES = ("prefill", "decode", "aggregated")
 
 
@@ -32,6 +32,8 @@ class WorkerConfig:
     """Those fields of EngineConfig that were given."""
     transfer: str = "auto"
     """How KV moves between workers."""
+    tls_dir: str = ""
+    """Certificate, key and authority for every link of the cluster; empty: no TLS."""
     otlp_endpoint: str = ""
     """Collector of traces; empty: no traces."""
     drain_timeout_s: float = 30.0
@@ -76,19 +78,22 @@ NumBlocks = Annotated[int | None, typer.Option(help="Blocks in the pool; else fr
 KvCacheBytes = Annotated[
     int | None, typer.Option(help="Size of the KV pool.  [default: 1 GiB; GPU: what memory is left]")
 ]
-MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and output together.")]
-MaxNumSeqs = Annotated[int | None, typer.Option(help="Most requests in one step.  [default: 64; GPU: 1024]")]
-MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Token budget of a step.  [default: 512; GPU: 8192]")]
 HostKvBytes = Annotated[
     int | None,
     typer.Option(help="Host memory for the KV of preempted requests; 0: compute it again.  [default: 256 MiB]"),
 ]
+MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and output together.")]
+MaxNumSeqs = Annotated[int | None, typer.Option(help="Most requests in one step.  [default: 64; GPU: 1024]")]
+MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Token budget of a step.  [default: 512; GPU: 8192]")]
 NumThreads = Annotated[int | None, typer.Option(help="Compute threads.")]
 Transfer = Annotated[
-    str, typer.Option(help="auto | shm (same host) | tcp | ucx: how KV moves; auto takes the best both workers have.")
+    str, typer.Option(help="auto | cuda_ipc (GPUs of one host) | shm (same host) | tcp | ucx: how KV moves.")
 ]
 DrainTimeout = Annotated[
     float, typer.Option(help="After SIGTERM, what runs may go on for so long; then it is resumed on another worker.")
+]
+TlsDir = Annotated[
+    str, typer.Option(envvar="PDSERVE_TLS_DIR", help="tls.crt, tls.key, ca.crt for mutual TLS; empty: no TLS.")
 ]
 OtlpEndpoint = Annotated[
     str, typer.Option(envvar="OTEL_EXPORTER_OTLP_ENDPOINT", help="Collector of traces (gRPC); empty: no traces.")

@@ -14,6 +14,7 @@ import grpc
 import typer
 
 from pdserve.channel import open_channel
+from pdserve.tls import Tls, from_option
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from registry import RegistryUnavailable, WorkerRecord, WorkerRegistry
 
@@ -31,11 +32,14 @@ def main(
     redis: Annotated[str, typer.Option(help="redis://, rediss:// or unix://; where it has registered.")] = (
         "redis://127.0.0.1:6379"
     ),
+    tls_dir: Annotated[
+        str, typer.Option(envvar="PDSERVE_TLS_DIR", help="tls.crt, tls.key, ca.crt, if the cluster uses mutual TLS.")
+    ] = "",
 ) -> None:
     """Let a worker finish what runs, send it nothing new, and end it. Whoever supervises it may start it again."""
     try:
-        asyncio.run(drain(worker, redis))
-    except CannotDrain as error:
+        asyncio.run(drain(worker, redis, from_option(tls_dir)))
+    except (CannotDrain, ValueError) as error:
         print(f"pdserve: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
@@ -43,11 +47,11 @@ def main(
         raise typer.Exit(130) from None
 
 
-async def drain(worker_id: str, redis_url: str) -> None:
+async def drain(worker_id: str, redis_url: str, tls: Tls | None = None) -> None:
     """Returns when the worker has nothing to do any more. Raises CannotDrain."""
     record = await find(worker_id, redis_url)
     print(f"draining {worker_id}, a {record.role} worker at {record.address}", flush=True)
-    async with open_channel(record.address) as channel:
+    async with open_channel(record.address, tls) as channel:
         try:
             async with asyncio.timeout(CONNECT_S):
                 await channel.channel_ready()

@@ -16,6 +16,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.channel import open_channel
+from pdserve.tls import Tls
 from registry import RegistryUnavailable, WorkerRecord, WorkerRegistry
 
 LOOK_S = 0.5
@@ -32,11 +33,14 @@ log = logging.getLogger(__name__)
 class PeerCheck:
     """``run`` it in a task; ``why_not`` is the reason why this worker should not be ready, or None."""
 
-    def __init__(self, registry: WorkerRegistry, record: Callable[[], WorkerRecord | None]) -> None:
+    def __init__(
+        self, registry: WorkerRegistry, record: Callable[[], WorkerRecord | None], tls: Tls | None = None
+    ) -> None:
         """``record``: this worker's, None while it has none. The registry is closed by its owner."""
         self.why_not: str | None = "no other worker was looked for yet"
         self._registry = registry
         self._record = record
+        self._tls = tls
         self._looks = 0
 
     async def run(self) -> None:
@@ -59,7 +63,7 @@ class PeerCheck:
         self._looks += 1
         start = self._looks * MAX_ASKED % len(peers)
         asked = (peers[start:] + peers[:start])[:MAX_ASKED]
-        answers = await asyncio.gather(*(answers_at(peer.address) for peer in asked))
+        answers = await asyncio.gather(*(answers_at(peer.address, self._tls) for peer in asked))
         for peer, is_there in zip(asked, answers, strict=True):
             if is_there:
                 log.info("reached %s worker %s", peer.role, peer.worker_id)
@@ -72,9 +76,9 @@ def is_peer(me: WorkerRecord, other: WorkerRecord) -> bool:
     return OTHER_ROLE.get(me.role) == other.role and me.compatibility == other.compatibility
 
 
-async def answers_at(address: str) -> bool:
+async def answers_at(address: str, tls: Tls | None = None) -> bool:
     """Whether a gRPC server answers there, whatever it says."""
-    async with open_channel(address) as channel:
+    async with open_channel(address, tls) as channel:
         try:
             await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=ANSWER_S)
         except grpc.aio.AioRpcError as error:
