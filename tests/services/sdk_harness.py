@@ -46,7 +46,7 @@ async def sdk_gateway(
         server, bound = await serve_grpc(gateway, "127.0.0.1", port)
         try:
             if wait_up:
-                await eventually(lambda: len(gateway.routers.alive) == len(routers))
+                await eventually(lambda: len(gateway.routers.usable) == len(routers))
             yield SdkGateway(f"127.0.0.1:{bound}", gateway, server)
         finally:
             await server.stop(None)
