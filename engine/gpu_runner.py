@@ -39,8 +39,9 @@ _RING = 3
 """Steps whose host memory is in use: two launched and not read, one being packed."""
 _PREFILLS_COMPILED = (64, 128)
 """Prefill attention is compiled anew for each power of two of requests from 32 on: these at start, rarer ones later."""
-_SPARE_BYTES = 2 << 30
-"""Of an engine's part, for what torch does not allocate: the driver's context, graphs, buffers of transfers."""
+_SPARE_BYTES = 3 << 29
+_SPARE_STEPS = 1.5
+"""Of an engine's part, for what torch does not allocate: the driver's context and graphs; transfers, in steps' KV."""
 
 
 @dataclass(slots=True)
@@ -230,17 +231,20 @@ class GpuRunner:
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
         peak_bytes = torch.cuda.max_memory_allocated(self.device)
         work_bytes = peak_bytes - torch.cuda.memory_allocated(self.device)
-        room_bytes = int(total_bytes * config.gpu_memory_utilization) - peak_bytes - _SPARE_BYTES
-        if config.kv_cache_bytes is not None:
-            room_bytes = config.kv_cache_bytes
         block_bytes = KVCache.bytes_per_block(
             model.num_layers, model.num_kv_heads, config.block_size, model.head_dim, self.dtype
         )
+        spare_bytes = (
+            _SPARE_BYTES + int(_SPARE_STEPS * config.max_num_batched_tokens * block_bytes) // config.block_size
+        )
+        room_bytes = int(total_bytes * config.gpu_memory_utilization) - peak_bytes - spare_bytes
+        if config.kv_cache_bytes is not None:
+            room_bytes = config.kv_cache_bytes
         num_blocks = min(room_bytes // block_bytes, max_rows * self._slots.max_blocks)
         if num_blocks < 2:
             raise ValueError(
                 f"gpu_memory_utilization={config.gpu_memory_utilization}: weights, activations and the driver take "
-                f"{(peak_bytes + _SPARE_BYTES) >> 20} MiB of {total_bytes >> 20} and leave no room for KV: use a "
+                f"{(peak_bytes + spare_bytes) >> 20} MiB of {total_bytes >> 20} and leave no room for KV: use a "
                 "higher --gpu-memory-utilization or a smaller --max-num-batched-tokens"
             )
         if num_blocks * block_bytes + work_bytes > free_bytes:
