@@ -234,9 +234,8 @@ class GpuRunner:
         block_bytes = KVCache.bytes_per_block(
             model.num_layers, model.num_kv_heads, config.block_size, model.head_dim, self.dtype
         )
-        spare_bytes = (
-            _SPARE_BYTES + int(_SPARE_STEPS * config.max_num_batched_tokens * block_bytes) // config.block_size
-        )
+        step_bytes = config.max_num_batched_tokens * block_bytes // config.block_size
+        spare_bytes = _SPARE_BYTES + int(_SPARE_STEPS * step_bytes)
         room_bytes = int(total_bytes * config.gpu_memory_utilization) - peak_bytes - spare_bytes
         if config.kv_cache_bytes is not None:
             room_bytes = config.kv_cache_bytes
