@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from pdserve.v1 import inference_pb2 as pb
 from router.breaker import Breakers, WorkerKey
+from router.chain_memo import ChainMemo
 from router.config import RouterConfig
 from router.policies.base import Choice, Policy, Pool, PromptInfo
 from router.prefix_index import PrefixIndex
@@ -89,6 +90,7 @@ class Placer:
         self._workers = workers
         self._policy = policy
         self._index = index
+        self._memo = ChainMemo()
         self._config = config
         self._is_blind = is_blind
         self._looks_up_prefixes = policy.uses_prefixes or config.local_prefill_tokens > 0
@@ -168,7 +170,7 @@ class Placer:
         cached = {}
         known = self._workers.known
         for kind in self._usable_fleet().kinds:
-            for worker_id, units in prompt.find_cached(kind, self._index).items():
+            for worker_id, units in prompt.find_cached(kind, self._index, self._memo).items():
                 worker = known.get(worker_id)
                 if worker is None or worker.session.peer is None:
                     continue

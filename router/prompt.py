@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from engine.block_hash import hash_tokens, root_hash
 from pdserve.v1 import inference_pb2 as pb
+from router.chain_memo import ChainMemo
 from router.prefix_index import PrefixIndex
 
 FIRST_UNITS = 512
@@ -50,7 +51,7 @@ class RoutedPrompt:
         """Whether a model may go on with it: no answer is of two models."""
         return self.model_fingerprint in ("", fingerprint)
 
-    def hashes(self, kind: ModelKind, max_units: int | None = None) -> list[bytes]:
+    def hashes(self, kind: ModelKind, max_units: int | None = None, memo: ChainMemo | None = None) -> list[bytes]:
         """Of each full unit that a cache can help with: the last token is computed in any case. At least the first
         ``max_units``, if there are so many."""
         fingerprint, unit = kind
@@ -60,14 +61,17 @@ class RoutedPrompt:
             end = min(end, max_units * unit)
         if len(hashes) * unit + unit <= end:
             parent = hashes[-1] if hashes else root_hash(fingerprint, self.cache_salt)
-            hashes += hash_tokens(self.token_ids, unit, parent, len(hashes) * unit, end)
+            hash_chain = memo.hash if memo is not None else hash_tokens
+            hashes += hash_chain(self.token_ids, unit, parent, len(hashes) * unit, end)
         return hashes
 
-    def find_cached(self, kind: ModelKind, index: PrefixIndex) -> dict[str, int]:
-        """Worker -> units of this prompt that it has. Hashing is the longest part of a decision, so the rest of a long
-        prompt is only hashed when somebody has all of its beginning."""
-        beginning = self.hashes(kind, FIRST_UNITS)
-        found = index.match(beginning)
-        if len(beginning) >= FIRST_UNITS and max(found.values(), default=0) > FIRST_UNITS - MAX_STRIDE:
-            found = index.match(self.hashes(kind))
-        return found
+    def find_cached(self, kind: ModelKind, index: PrefixIndex, memo: ChainMemo | None = None) -> dict[str, int]:
+        """Worker -> units of this prompt that it has. Hashing is the longest part of a decision, so of a long prompt
+        twice as much is hashed only when a worker has all that was hashed before."""
+        max_units = FIRST_UNITS
+        while True:
+            beginning = self.hashes(kind, max_units, memo)
+            found = index.match(beginning)
+            if len(beginning) < max_units or max(found.values(), default=0) <= len(beginning) - MAX_STRIDE:
+                return found
+            max_units = 2 * len(beginning)

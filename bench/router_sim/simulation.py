@@ -22,6 +22,7 @@ from itertools import count
 from bench.router_sim.trace import TraceRequest
 from bench.router_sim.worker import SimWorker, WorkerSpeed
 from engine.block_hash import hash_tokens, root_hash
+from router.chain_memo import ChainMemo
 from router.policies import make_policy
 from router.policies.base import Choice, Policy, Pool, PromptInfo
 from router.policies.load import WorkerLoad
@@ -79,6 +80,7 @@ class SimRouter:
 
     def __init__(self, setup: Setup, workers: Sequence[SimWorker], clock: Callable[[], float]) -> None:
         self.index = PrefixIndex(clock)
+        self._memo = ChainMemo()
         self.policy: Policy = make_policy(setup.policy)
         self._setup = setup
         self._kind = (FINGERPRINT, setup.hash_block_tokens)
@@ -94,7 +96,7 @@ class SimRouter:
         if not self.policy.uses_prefixes:
             return await self.policy.choose(PromptInfo(len(token_ids), 0, session), [self._pool])
         prompt = RoutedPrompt(token_ids=token_ids)
-        units = prompt.find_cached(self._kind, self.index)
+        units = prompt.find_cached(self._kind, self.index, self._memo)
         hashes = prompt.hashes(self._kind, FIRST_UNITS)
         cached = {worker_id: found * unit for worker_id, found in units.items()}
         choice = await self.policy.choose(PromptInfo(len(token_ids), 0, session, cached), [self._pool])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 from engine.block_hash import hash_tokens, root_hash
 from pdserve.v1 import inference_pb2 as pb
 from registry.kv_events import Batch, Cleared, Stored, join
+from router.chain_memo import PART_UNITS, ChainMemo
 from router.prefix_index import PrefixIndex
 from router.prompt import FIRST_UNITS, RoutedPrompt
 
@@ -59,3 +62,19 @@ def test_the_rest_of_a_long_prompt_is_hashed_only_if_somebody_has_its_beginning(
         cold = RoutedPrompt(token_ids=LONG)
         assert cold.find_cached(KIND, index_of(stride, short=hashes[:100])) == {"short": 100}
         assert len(cold.hashes(KIND, 0)) == FIRST_UNITS
+
+
+def test_remembered_names_are_those_that_hashing_gives() -> None:
+    """Prompts that share parts, or seem to: other beginnings, other units, other tenants; with room for few parts."""
+    rng = random.Random(3)
+    for max_bytes in (1 << 26, 40_000, 0):
+        memo = ChainMemo(max_bytes)
+        prompts = [[rng.randrange(3) for _ in range(2 * PART_UNITS)] * rng.randrange(1, 5) for _ in range(6)]
+        for _ in range(60):
+            tokens = rng.choice(prompts) + rng.choice(prompts) + [1] * rng.randrange(5)
+            kind, salt = rng.choice([KIND, ("model", 4), ("other", 2)]), rng.choice(["", "tenant"])
+            prompt = RoutedPrompt(token_ids=tokens, cache_salt=salt)
+            prompt.hashes(kind, rng.randrange(600), memo)
+            assert prompt.hashes(kind, None, memo) == hash_tokens(tokens[:-1], kind[1], root_hash(kind[0], salt))
+            assert memo._bytes <= max_bytes
+            assert memo._bytes == sum(memo._size(key) for key in memo._parts)
