@@ -348,15 +348,15 @@ class EngineCore:
         The caller calls ``drop_reservation`` if that does not come. False when it has no blocks.
         """
         request = self.scheduler.waiting_for_kv.get(request_id)
-        return request is not None and self.scheduler.keep_reservation(request)
+        return request is not None and self.scheduler.reservations.keep(request)
 
     def take_over_reservation(self, request_id: str) -> bool:
         """Give the request the blocks of its transfer's attempt before; ``reserve_kv`` then finds them. False when they
         do not fit it: they are free then."""
-        return self.scheduler.take_over_reservation(self._waiting_for_kv(request_id, reserved=False))
+        return self.scheduler.reservations.take_over(self._waiting_for_kv(request_id, reserved=False))
 
     def drop_reservation(self, transfer_id: str) -> None:
-        self.scheduler.drop_reservation(transfer_id)
+        self.scheduler.reservations.drop(transfer_id)
 
     # --- both sides ---
 

@@ -10,6 +10,7 @@ the same transfer. When to give up what is kept is the hand-off's business (it h
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from engine.block_tables import BlockTables
@@ -25,8 +26,10 @@ class _Kept:
 
 
 class Reservations:
-    def __init__(self, blocks: BlockTables) -> None:
+    def __init__(self, blocks: BlockTables, wake: Callable[[Iterable[Request]], None]) -> None:
+        """``wake`` is called when blocks got free, with the requests that may go on by that."""
         self._blocks = blocks
+        self._wake = wake
         self.waiting_for_kv: dict[str, Request] = {}
         self.reserved: dict[str, Request] = {}
         """Those of ``waiting_for_kv`` that hold blocks (and so, a seat)."""
@@ -47,15 +50,15 @@ class Reservations:
         self.waiting_for_kv.pop(request.request_id, None)
         self.reserved.pop(request.request_id, None)
 
-    def keep(self, request: Request) -> tuple[bool, list[Request]]:
-        """Part the request from its blocks and hold these. Whether it had any; and who may go on by that."""
+    def keep(self, request: Request) -> bool:
+        """Part the request from its blocks and hold these. False when it has none."""
         if self.reserved.pop(request.request_id, None) is None:
-            return False, []
+            return False
         kept = _Kept(request.block_table, request.num_computed_tokens, request.num_tokens)
-        released = self._blocks.detach(request)
+        self._wake(self._blocks.detach(request))
         self.drop(_transfer_id(request))
         self.kept[_transfer_id(request)] = kept
-        return True, released
+        return True
 
     def take_over(self, request: Request) -> bool:
         """Give the request, which has no blocks, what is kept for it. False when its tokens are others: it is freed."""
@@ -70,12 +73,12 @@ class Reservations:
         self.taken_over_total += 1
         return True
 
-    def drop(self, transfer_id: str) -> bool:
-        """Free what is kept. Whether anything was."""
+    def drop(self, transfer_id: str) -> None:
+        """Free what is kept, if anything is."""
         kept = self.kept.pop(transfer_id, None)
         if kept is not None:
             self._blocks.pool.free(kept.block_table)
-        return kept is not None
+            self._wake([])
 
 
 def _transfer_id(request: Request) -> str:

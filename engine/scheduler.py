@@ -62,7 +62,7 @@ class Scheduler:
         self.preempted = RequestQueue()
         self.granted = RequestQueue()
         self.waiting = RequestQueue()
-        self.reservations = Reservations(self.blocks)
+        self.reservations = Reservations(self.blocks, self._queue)
         self.holding: dict[str, Request] = {}
         self.desk = TicketDesk(max_peer_blocks=max(1, int(num_blocks * config.max_peer_pool_fraction)))
         self.counters = EngineStats()
@@ -278,23 +278,6 @@ class Scheduler:
     def release_reservation(self, request: Request) -> None:
         """Back to waiting for KV, holding nothing."""
         self._free_blocks(request)
-        self._stuck = False
-
-    def keep_reservation(self, request: Request) -> bool:
-        """Its blocks stay reserved for the next attempt of its transfer; it holds none. False when it had none."""
-        kept, released = self.reservations.keep(request)
-        self._queue(released)
-        return kept
-
-    def take_over_reservation(self, request: Request) -> bool:
-        """False when nothing is kept for it, or what is kept is not for these tokens: that is free then."""
-        self._stuck = False
-        return self.reservations.take_over(request)
-
-    def drop_reservation(self, transfer_id: str) -> None:
-        """Nobody takes it over."""
-        if self.reservations.drop(transfer_id):
-            self._stuck = False
 
     def kv_ready(self, request: Request, first_output: RequestOutput) -> RequestOutput:
         """The KV of all tokens is there: token 0 is taken, and the request runs unless that token ended it."""
@@ -327,7 +310,8 @@ class Scheduler:
     # --- admission ---
 
     def _queue(self, requests: Iterable[Request]) -> None:
-        """Put requests where their state says they wait."""
+        """Put requests where their state says they wait. Something happened: the next step may find work."""
+        self._stuck = False
         for request in requests:
             if request.status is RequestStatus.PREEMPTED:
                 self.preempted.push(request)
@@ -335,7 +319,6 @@ class Scheduler:
                 (self.granted if request.has_ticket else self.desk.queue).push(request)
             else:
                 self.waiting.push(request)
-            self._stuck = False
 
     def _admit_next(self, now_s: float) -> Request | None:
         """The next request in order gets its blocks and runs. None: it and all behind it must wait."""

@@ -63,15 +63,17 @@ def test_together(tmp_path, model_dir, oracle, prompts, expected, apart: bool, c
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("apart", [False, True], ids=["aggregated", "apart"])
 def test_small_pool(tmp_path, model_dir, oracle, prompts, expected, apart: bool) -> None:
-    """A pool too small for 16 requests: some are preempted and recomputed, none changes."""
+    """A pool too small for 16 requests: some are preempted, none changes. Aggregated they are computed again, on the
+    decode worker their KV waits in host memory, which its cost model finds cheaper."""
     flags = ("--dtype", "float32", "--block-size", "16")
-    small = ("--num-blocks", "60")
+    small = ("--num-blocks", "60") if apart else ("--num-blocks", "60", "--host-kv-bytes", "0")
     fitting = [i for i, prompt in enumerate(prompts) if len(prompt) < 300][:48]
     some, want = [prompts[i] for i in fitting], [expected[i] for i in fitting]
     with running(tmp_path, str(model_dir), prefill=int(apart), worker_flags=flags, decode_flags=small) as cluster:
         answers = complete_all(cluster.url, some, concurrency=16, max_tokens=MAX_TOKENS)
         assert_parity(oracle, some, answers, want, "small pool")
         assert total(cluster, "decode", "vllm:num_preemptions_total") > 0
+        assert (total(cluster, "decode", "pdserve_kv_restored_blocks_total") > 0) == apart
         if apart:
             assert total(cluster, "decode", "pdserve_transfers_done_total") >= len(some)
         cluster.assert_no_leak()

@@ -434,6 +434,7 @@ def test_random_loads_aborts_and_delays(data: st.DataObject) -> None:
             "block_size": st.sampled_from([2, 4, 8]),
             "max_num_seqs": st.integers(1, 6),
             "max_num_batched_tokens": st.integers(1, 24),
+            "num_host_blocks": st.sampled_from([0, 3, 40]),
         }
     )
     cluster = Cluster(data.draw(shapes), data.draw(shapes))
