@@ -75,7 +75,7 @@ def go_on(choices: Sequence[Choice], so_far: Sequence[pb.ChoiceSoFar], options: 
         if given.finished:
             choice.had_finished = True
         else:
-            choice.go_on_after(given.token_ids)
+            choice.go_on_after(given.token_ids, given.model_fingerprint)
 
 
 def check_so_far(so_far: Iterable[pb.ChoiceSoFar], model: ServedModel) -> None:
@@ -93,6 +93,9 @@ def response(choice: Choice, delta: Delta, tokenizer: Tokenizer) -> pb.GenerateR
         logprobs=[_logprobs(token, tokenizer) for token in delta.logprobs],
         finish_reason=delta.finish_reason or "",
     )
+    if not choice.is_model_told:
+        chunk.model_fingerprint = choice.generation.model_fingerprint
+        choice.is_model_told = True
     return pb.GenerateResponse(chunks=[chunk])
 
 

@@ -108,9 +108,15 @@ class Generation:
         self._on_abort = on_abort
         self._output_so_far: list[int] = []
 
-    def go_on_after(self, token_ids: Sequence[int]) -> None:
-        """The client has these tokens already, from a stream of another gateway."""
+    @property
+    def model_fingerprint(self) -> str:
+        """Of the model that answers; empty before its first token."""
+        return self._request.model_fingerprint
+
+    def go_on_after(self, token_ids: Sequence[int], model_fingerprint: str) -> None:
+        """The client has these tokens of this model already, from a stream of another gateway."""
         self._output_so_far.extend(token_ids)
+        self._request.model_fingerprint = model_fingerprint
 
     async def run(self, routers: RouterPool, on_output: OnOutput) -> None:
         """Hand every output to ``on_output`` until the last one, or until it answers False: then the request is

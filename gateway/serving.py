@@ -92,6 +92,8 @@ class Choice:
     logprobs: list[PlacedToken] = field(default_factory=list)
     cached_tokens: int | None = None
     last_output_s: float | None = None
+    is_model_told: bool = False
+    """The client of a gRPC stream knows which model answers."""
     had_finished: bool = False
     """Before the stream that this one goes on from was lost."""
 
@@ -105,10 +107,10 @@ class Choice:
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
 
-    def go_on_after(self, token_ids: Sequence[int]) -> None:
+    def go_on_after(self, token_ids: Sequence[int], model_fingerprint: str) -> None:
         """The client has these tokens, and the text that they decided."""
         self.decoder.push(pb.Output(token_ids=token_ids))
-        self.generation.go_on_after(token_ids)
+        self.generation.go_on_after(token_ids, model_fingerprint)
 
 
 OnDelta = Callable[[Choice, Delta], Awaitable[None]]

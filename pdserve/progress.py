@@ -23,6 +23,7 @@ class _ChoiceSoFar:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
+    model_fingerprint: str = ""
 
 
 class Progress:
@@ -41,7 +42,11 @@ class Progress:
             return self._request
         request = copy.deepcopy(self._request)
         for choice in self._choices:
-            request.so_far.add(token_ids=choice.token_ids, finished=choice.finish_reason is not None)
+            request.so_far.add(
+                token_ids=choice.token_ids,
+                finished=choice.finish_reason is not None,
+                model_fingerprint=choice.model_fingerprint,
+            )
         return request
 
     def check_can_go_on(self, error: PdserveError) -> None:
@@ -84,6 +89,7 @@ class Progress:
         choice.token_ids.extend(chunk.token_ids)
         choice.logprobs.extend(chunk.logprobs)
         choice.finish_reason = chunk.finish_reason
+        choice.model_fingerprint = message.model_fingerprint or choice.model_fingerprint
         return chunk
 
 

@@ -81,6 +81,7 @@ class FakeRouter:
                 output.logprobs.extend(self._logprobs(script, request.sampling.logprobs) for _ in tokens)
             if is_first:
                 is_first = False
+                output.model_fingerprint = request.model_fingerprint or "model-a"
                 output.cached_tokens = script.cached_tokens
                 output.sent_kv_tokens = len(request.prompt_token_ids) - script.cached_tokens
                 output.phases.CopyFrom(script.phases or pb.Phases(route_s=0.001, worker_s=0.002, prefill_s=0.002))

@@ -371,6 +371,7 @@ async def test_another_gateway_takes_over(model: ServedModel, pause_after: int, 
         assert [len(choice.token_ids) for choice in answer.choices] == [whole, whole]
         before, after = routers[used].requests, routers[1 - used].requests
         assert [len(request.output_so_far) for request in after] == [pause_after] * 2
+        assert {request.model_fingerprint for request in after} == {"model-a" if pause_after else ""}
         assert {r.sampling.seed for r in before} == {r.sampling.seed for r in after}
 
 
