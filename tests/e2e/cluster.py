@@ -52,11 +52,18 @@ class Member:
     port: int
     process: subprocess.Popen[bytes] | None = None
     environment: dict[str, str] = field(default_factory=dict)
+    source: Path | None = None
+    """Where the program is; None: here."""
 
     def start(self) -> None:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                self.argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env={**os.environ, **self.environment}
+                self.argv,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **self.environment},
+                cwd=self.source,
             )
 
     @property
@@ -158,8 +165,8 @@ class Cluster:
     def decodes(self) -> list[Member]:
         return [member for name, member in self.members.items() if name.startswith("decode")]
 
-    def add(self, name: str, argv: list[str], port: int, health_port: int) -> Member:
-        member = Member(name, argv, self.directory / f"{name}.log", health_port, port)
+    def add(self, name: str, argv: list[str], port: int, health_port: int, source: Path | None = None) -> Member:
+        member = Member(name, argv, self.directory / f"{name}.log", health_port, port, source=source)
         self.members[name] = member
         member.start()
         return member
@@ -197,21 +204,23 @@ class Cluster:
         ]
         return self.add(name, argv, port, metrics)
 
-    def add_worker(self, name: str, *flags: str) -> Member:
+    def add_worker(self, name: str, *flags: str, source: Path | None = None) -> Member:
         port, metrics = free_port(), free_port()
         module = "prefill_service" if name.startswith("prefill") else "decode_service"
         argv = [sys.executable, "-m", module, "--model", self.model, "--worker-id", name, "--port", str(port)]
         argv += ["--metrics-port", str(metrics), "--redis", self.redis_url, *flags]
         if self.peer_host != "127.0.0.1":
             argv += ["--advertised-host", self.peer_host]
-        return self.add(name, argv, port, metrics)
+        return self.add(name, argv, port, metrics, source)
 
-    def add_gateway(self, *flags: str) -> Member:
+    def add_gateway(self, *flags: str, name: str = "gateway") -> Member:
         port, self.grpc_port = free_port(), free_port()
-        routers = ",".join(f"{self.peer_host}:{m.port}" for name, m in self.members.items() if name.startswith("router"))
+        routers = ",".join(
+            f"{self.peer_host}:{m.port}" for name, m in self.members.items() if name.startswith("router")
+        )
         argv = [sys.executable, "-m", "gateway", "--model", self.model, "--served-model-name", "test-model"]
         argv += ["--port", str(port), "--grpc-port", str(self.grpc_port), "--router", routers, *flags]
-        return self.add("gateway", argv, port, port)
+        return self.add(name, argv, port, port)
 
     def wait_healthy(self) -> None:
         for name, member in self.members.items():
