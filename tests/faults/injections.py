@@ -28,6 +28,7 @@ LINKS: dict[str, tuple[tuple[str, str, bool], ...]] = {
     "router-redis": (("router", "redis", False),),
     "worker-redis": (("prefill", "redis", False), ("decode", "redis", False)),
 }
+MTLS_LINKS = ("gateway-router", "router-prefill", "router-decode", "prefill-decode")
 MILD_PLACES = frozenset({"redis", "router-redis", "worker-redis", "disk"})
 """What no request needs: whatever happens there, the answer comes."""
 
@@ -241,6 +242,7 @@ FAULTS = (
     Fault("partition", tuple(LINKS), _treat(hold=True), _untreat, hold_s=4.0),
     Fault("delay", tuple(LINKS), _treat(delay_s=0.25), _untreat, hold_s=3.0),
     Fault("bit_flips", ("kv-data",), _treat(flip=3, flip_from_bytes=4096), _untreat, hold_s=2.0),
+    Fault("tls_bit_flips", MTLS_LINKS, _treat(flip=1, flip_from_bytes=16), _untreat, hold_s=2.0),
     Fault("redis_flushed", ("redis",), flush, nothing),
     Fault("redis_full", ("redis",), fill_redis, empty_redis, hold_s=3.0),
     Fault("redis_read_only", ("redis",), make_read_only, make_writable, hold_s=3.0),

@@ -31,12 +31,15 @@ def pairs(cell: Cell) -> Iterator[Pair]:
         yield i, cell[i], j, cell[j]
 
 
-def select(lists: Sequence[Sequence[str]], is_possible: Callable[[Cell], bool]) -> list[Cell]:
-    """Cells that together have every pair that any possible cell has."""
+def select(
+    lists: Sequence[Sequence[str]], is_possible: Callable[[Cell], bool], given: Sequence[Cell] = ()
+) -> list[Cell]:
+    """Cells that together have every pair that any possible cell has; ``given`` are among them."""
     candidates = [cell for values in product(*lists) if is_possible(cell := Cell(*values))]
     missing = {pair for cell in candidates for pair in pairs(cell)}
-    chosen: list[Cell] = []
-    uses: Counter[str] = Counter()
+    chosen = list(given)
+    uses = Counter(value for cell in given for value in cell)
+    missing.difference_update(pair for cell in given for pair in pairs(cell))
     while missing:
         best = max(
             candidates,

@@ -97,6 +97,7 @@ def _rate(fleet: Fleet, bytes_per_s: float) -> Links:
 
 OPEN = "pdserve_open_requests"
 WAITING = "vllm:num_requests_waiting"
+DRAINING = "pdserve_workers{role=decode,state=draining}"
 RUNNING = "vllm:num_requests_running"
 
 STATES = (
@@ -165,9 +166,9 @@ STATES = (
     ),
     State(
         "draining",
-        "its decode worker got SIGTERM while it generates",
-        ("gateway", "decode"),
-        lambda m: m.now("gateway", OPEN) >= 1,
+        "its decode worker got SIGTERM while it generates, and a router knows",
+        ("gateway", "router", "decode"),
+        lambda m: m.now("gateway", OPEN) >= 1 and m.now("router", DRAINING) >= 1,
         drains=True,
         deadline_s=4.0,
     ),

@@ -42,7 +42,6 @@ def render(results: list[Result]) -> str:
             if cells is not None:
                 marks = [_mark(cells.get(state.name, [])) for state in STATES]
                 lines.append(f"| {fault.kind.replace('_', ' ')} | {place.replace('_', ' ')} | {' | '.join(marks)} |")
-    lines.append("| bit flips | mTLS links |" + " no mTLS in this version |" * len(STATES))
     return "\n".join(lines)
 
 

@@ -17,6 +17,7 @@ from tests.faults.fleet import running_fleet
 from tests.faults.injections import FAULTS
 from tests.faults.pairwise import Cell, pairs
 from tests.faults.reference import reference
+from tests.faults.soak import schedule
 from tests.faults.states import STATES
 
 CELLS = (
@@ -30,6 +31,7 @@ CELLS = (
     Cell("reserved", "stop", "prefill_engine", "stream"),
     Cell("receiving", "bit_flips", "kv-data", "whole"),
     Cell("receiving", "partition", "prefill-decode", "stream"),
+    Cell("receiving", "tls_bit_flips", "router-prefill", "stream"),
     Cell("running_decode", "restart", "decode", "stream"),
     Cell("running_decode", "kill", "router", "stream"),
     Cell("running_decode", "disk_full", "disk", "stream"),
@@ -97,3 +99,14 @@ def test_overload_is_refused_with_a_hint(runner: Runner) -> None:
     assert len(refused) > len(outcomes) / 3
     runner.check_recovery(problems)
     assert not problems, problems
+
+
+def test_a_seed_is_a_schedule() -> None:
+    """So that a failure of ``make soak`` can be had again; and seeds differ."""
+    assert schedule(7) == schedule(7)
+    assert len({str(schedule(seed)).partition(": ")[2] for seed in range(100)}) == 100
+    assert {planned.kind for seed in range(200) for planned in schedule(seed).faults} >= {
+        "kill",
+        "stop",
+        "tls_bit_flips",
+    }
