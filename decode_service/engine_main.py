@@ -19,17 +19,21 @@ import torch
 from engine.core import EngineCore
 from engine.devices import config_for_device
 from engine.host_kv import HostKV
+from engine.kv_cache import KVCache
 from engine.messages import EngineStats, ErrorCode, PeerFrame, ReceiveKV, TransferReport
 from engine.process import Engine, EngineProcess
 from engine.ready import engine_ready
 from engine.request import Request
 from engine.runners import build_runner
+from engine.wire_memory import WireMemory
 from kv_transfer.backends import load_all
 from kv_transfer.backends.base import SegmentReceiver
-from kv_transfer.layout import KVRange, make_layout, wire_of
+from kv_transfer.copies import DeviceCopy
+from kv_transfer.engine_staging import EngineStaging
+from kv_transfer.layout import KVRange, cell_bytes, make_layout, wire_of
 from kv_transfer.protocol import Abort, Busy, Done, End, Frame, Open, Refused, Ticket
 from kv_transfer.receiver import Receiver
-from kv_transfer.staging import DEFAULT_NUM_SLOTS, DEFAULT_SLOT_BYTES, StagingArena
+from kv_transfer.staging import DeviceView, address_of
 from kv_transfer.transfer import Moved, TransferKey
 from pdserve.v1 import inference_pb2, kv_pb2, worker_pb2
 from telemetry import logs
@@ -46,6 +50,7 @@ class DecodeHandoff:
         self,
         process: EngineProcess,
         core: EngineCore,
+        kv_cache: KVCache,
         me: kv_pb2.WorkerIdentity,
         layout: kv_pb2.KVLayout,
         host: str,
@@ -54,13 +59,23 @@ class DecodeHandoff:
     ) -> None:
         self._process = process
         self._core = core
-        self._arena = StagingArena(DEFAULT_NUM_SLOTS, DEFAULT_SLOT_BYTES)
+        self._copies = kv_cache.copies
+        device, max_tokens = core.config.device, core.config.max_num_batched_tokens
+        self._staging = EngineStaging(device, max_tokens * layout.num_layers * cell_bytes(layout, layout.dtype))
         backends: dict[str, tuple[SegmentReceiver, str]] = {}
-        for name, backend in load_all(transfer).items():
-            receiver = backend.receiver(me, layout, self._arena, process.wakeup)
+        for name, backend in load_all(transfer, device).items():
+            receiver = backend.receiver(me, layout, self._staging.arena(backend.memory), process.wakeup)
             backends[name] = (receiver, receiver.listen(host, advertised_host))
         self.endpoints = {name: endpoint for name, (_, endpoint) in backends.items()}
-        self._receiver = Receiver(me, layout, self, backends, self._arena, time.monotonic)
+        self._receiver = Receiver(
+            me,
+            layout,
+            self,
+            backends,
+            process.wakeup,
+            time.monotonic,
+            device_writes=self._copies is not None,
+        )
         self._senders: dict[str, tuple[str, int]] = {}
         """Who asked on which control stream."""
 
@@ -82,6 +97,7 @@ class DecodeHandoff:
         self._receiver.keep_reservation(request.request_id)
 
     def request_ended(self, request: Request) -> None:
+        self._free_after_unpacking()
         self._receiver.request_ended(request.request_id, f"the decode request ended: {request.finish_reason}")
 
     # ---- from the process's loop
@@ -116,8 +132,8 @@ class DecodeHandoff:
         stats.transfer_bytes_total = counters.bytes
         stats.transfer_seconds_total = counters.seconds
         stats.segments_before_last_chunk_total = counters.streamed
-        stats.staging_bytes = self._arena.used_bytes
-        stats.staging_limit_bytes = self._arena.limit_bytes
+        stats.staging_bytes = self._staging.used_bytes
+        stats.staging_limit_bytes = self._staging.limit_bytes
         stats.leases = self._receiver.leases
         stats.tombstones = self._receiver.tombstones
         stats.parked_handoffs = self._receiver.parked
@@ -130,8 +146,12 @@ class DecodeHandoff:
     def reserve(self, request_id: str) -> int | None:
         return self._core.reserve_kv(request_id)
 
-    def write_kv(self, request_id: str, part: KVRange, payload: memoryview, dtype: str) -> None:
-        self._core.write_kv(request_id, *part, payload, getattr(torch, dtype))
+    def write_kv(
+        self, request_id: str, part: KVRange, payload: memoryview | DeviceView, dtype: str
+    ) -> DeviceCopy | None:
+        wire = payload if self._copies is None else WireMemory(address_of(payload), len(payload))
+        copy: DeviceCopy | None = self._core.write_kv(request_id, *part, wire, getattr(torch, dtype))
+        return copy
 
     def publish(self, request_id: str, first_output: bytes, moved: Moved) -> None:
         self._ready(request_id, first_output, moved)
@@ -140,6 +160,7 @@ class DecodeHandoff:
         self._ready(request_id, first_output, None)
 
     def transfer_failed(self, request_id: str, reason: str, peer_lost: bool) -> None:
+        self._free_after_unpacking()
         log.warning("handoff_failed", request_id=request_id, reason=reason)
         self._core.fail_request(request_id, ErrorCode.HANDOFF_FAILED, reason, True, peer_lost)
 
@@ -150,12 +171,19 @@ class DecodeHandoff:
         return self._core.take_over_reservation(request_id)
 
     def drop_kept(self, transfer_id: str) -> None:
+        self._free_after_unpacking()
         self._core.drop_reservation(transfer_id)
 
     def release(self, request_id: str) -> None:
+        self._free_after_unpacking()
         self._core.release_reservation(request_id)
 
     # ---- inside
+
+    def _free_after_unpacking(self) -> None:
+        """Blocks that are freed may be written by the next step: not before the unpacking that was started is over."""
+        if self._copies is not None:
+            self._copies.join()
 
     def _ready(self, request_id: str, first_output: bytes, moved: Moved | None) -> None:
         output = first_output_from_pb(inference_pb2.Output.FromString(first_output), request_id)
@@ -216,7 +244,7 @@ def frame_from_pb(message: worker_pb2.HandoffFrame) -> Frame:
                     timeout_s=question.timeout_s,
                     backends=tuple(question.backends),
                     no_kv=question.no_kv,
-                    host_probe=question.host_probe,
+                    probes=dict(question.probes),
                 ),
             )
         case "end":
@@ -248,7 +276,7 @@ def build(process: EngineProcess, launch: EngineLaunch) -> Engine:
     )
     ready.kv_wire = wire_of(layout)
     handoff = DecodeHandoff(
-        process, core, launch.identity(), layout, launch.host, launch.advertised_host, launch.transfer
+        process, core, runner.kv_cache, launch.identity(), layout, launch.host, launch.advertised_host, launch.transfer
     )
     core.receiver = handoff
     ready.data_endpoints = handoff.endpoints

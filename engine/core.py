@@ -59,7 +59,9 @@ class KVMemory(Protocol):
         layer_end: int,
         payload: Any,
         dtype: Any,
-    ) -> None: ...
+    ) -> Any:
+        """None, or the copy that a device has begun."""
+        ...
 
 
 class Runner(Protocol):
@@ -314,8 +316,8 @@ class EngineCore:
         layer_end: int,
         payload: Any,
         dtype: Any,
-    ) -> None:
-        """Copy a verified segment into the request's own, unpublished blocks.
+    ) -> Any:
+        """Copy a segment into the request's own, unpublished blocks: ``KVMemory.unpack``.
 
         Raises KeyError when the request has no reservation, ValueError when the range is not its own to write.
         """
@@ -325,7 +327,9 @@ class EngineCore:
                 f"request {request_id}: tokens {token_start} to {token_end} are outside of its unpublished blocks "
                 f"({request.num_computed_tokens} to {request.num_tokens})"
             )
-        self.runner.kv_cache.unpack(request.block_table, token_start, token_end, layer_start, layer_end, payload, dtype)
+        return self.runner.kv_cache.unpack(
+            request.block_table, token_start, token_end, layer_start, layer_end, payload, dtype
+        )
 
     def kv_ready(self, request_id: str, first_output: RequestOutput) -> None:
         """All KV of the prompt is written and verified: publish it, emit token 0 and go on from there.

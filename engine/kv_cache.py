@@ -1,7 +1,8 @@
 """The memory that keys and values live in, and its packing to and from the wire.
 
 Owns one allocation, seen per layer as ``[num_blocks, 2, K, S, D]`` (0: keys, 1: values). Which block belongs to whom is
-the block pool's business; when bytes move is the hand-off's. Only the engine's thread touches it.
+the block pool's business; when bytes move is the hand-off's. Only the engine's thread touches it. On a CUDA device
+``copies`` packs and unpacks beside the steps; what is here for tensors is plain, and waits.
 
 The wire layout is ``[layer, 2, kv_head, token, head_dim]``, contiguous, in token order: it names no block, so that two
 engines with different block sizes (or dtypes) understand each other.
@@ -11,8 +12,16 @@ Shape letters: N blocks in the pool, S tokens a block, K KV heads, D head dim.
 
 from __future__ import annotations
 
+from functools import cached_property
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
+
+from engine.wire_memory import WireMemory
+
+if TYPE_CHECKING:
+    from engine.kv_copies import KVCopies, KVCopy
 
 
 class KVCache:
@@ -48,6 +57,15 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         return self._data.nbytes
+
+    @cached_property
+    def copies(self) -> KVCopies | None:
+        """Of a CUDA device; None on others, where packing is the host's work."""
+        if self._data.device.type != "cuda":
+            return None
+        from engine.kv_copies import KVCopies  # imports triton, which a host without a GPU may lack
+
+        return KVCopies(self._data)
 
     @staticmethod
     def bytes_per_block(num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -90,13 +108,20 @@ class KVCache:
         token_end: int,
         layer_start: int,
         layer_end: int,
-        payload: torch.Tensor | bytes | bytearray | memoryview,
+        payload: torch.Tensor | bytes | bytearray | memoryview | WireMemory,
         dtype: torch.dtype,
-    ) -> None:
-        """The inverse of :meth:`pack`: copy ``payload`` (of ``dtype``) into the blocks, converted to their dtype."""
+    ) -> KVCopy | None:
+        """The inverse of :meth:`pack`: copy ``payload`` (of ``dtype``) into the blocks, converted to their dtype.
+
+        None: done. From ``WireMemory`` the device copies: it has begun, and the payload must stay until that is over.
+        """
         num_bytes = self.packed_bytes(token_end - token_start, layer_end - layer_start, dtype)
         if not num_bytes:
-            return
+            return None
+        if isinstance(payload, WireMemory):
+            if self.copies is None:
+                raise ValueError("packed KV in a device's memory cannot be unpacked by the host")
+            return self.copies.unpack(block_table, token_start, token_end, layer_start, layer_end, payload, dtype)
         if not isinstance(payload, torch.Tensor):
             # torch takes no read-only memory (it could not keep the promise): a bytes object costs one more copy.
             view = memoryview(payload)
@@ -107,6 +132,7 @@ class KVCache:
         for block_id, offset, length, at in self._spans(block_table, token_start, token_end):
             target = self._data[layer_start:layer_end, block_id, :, :, offset : offset + length]
             target.copy_(wire[:, :, :, at : at + length])
+        return None
 
     def _wire_view(self, data: torch.Tensor, num_tokens: int, num_layers: int, dtype: torch.dtype) -> torch.Tensor:
         return data.view(torch.uint8).view(dtype).view(num_layers, 2, self.num_kv_heads, num_tokens, self.head_dim)

@@ -11,7 +11,10 @@ from typing import NamedTuple
 from pdserve.v1 import kv_pb2
 
 WIRE_VERSION = 1
-DIGEST_KIND = "xxh3_128"
+XXH3_128 = "xxh3_128"
+BLOCK_MIX64 = "block_mix64"
+DIGEST_KINDS = (XXH3_128, BLOCK_MIX64)
+"""That a receiver must be able to check: which one a segment has is said in its header."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 MUST_BE_EQUAL = (
@@ -65,7 +68,7 @@ def make_layout(
         head_dim=head_dim,
         hash_block_tokens=hash_block_tokens,
         wire_version=WIRE_VERSION,
-        digest_kind=DIGEST_KIND,
+        digest_kind=",".join(DIGEST_KINDS),
         block_size=block_size,
         dtype=dtype,
     )

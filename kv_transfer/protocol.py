@@ -5,7 +5,7 @@ The services' ``engine_main`` translate them to and from protobuf. ``first_outpu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kv_transfer.transfer import TransferKey
 from pdserve.v1 import kv_pb2
@@ -21,8 +21,8 @@ class Open:
     timeout_s: float
     backends: tuple[str, ...]
     no_kv: bool = False
-    host_probe: str = ""
-    """For backends between processes of one host: what only such a process can open."""
+    probes: dict[str, str] = field(default_factory=dict)
+    """By backend: what a receiver tries to open, to see whether this sender reaches it."""
 
 
 @dataclass(frozen=True, slots=True)

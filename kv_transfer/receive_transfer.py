@@ -34,8 +34,11 @@ class ReceiveTransfer:
     """It holds an earlier attempt's reservation under its lease, and nobody has asked for a ticket yet."""
     no_kv: bool = False
     parts: dict[int, KVRange] = field(default_factory=dict)
-    """Verified segments, by index."""
+    """Segments that were taken, by index."""
+    verified: int = 0
+    """How many of them are written and checked."""
     cells: int = 0
+    """Of those."""
     num_bytes: int = 0
     first_segment_s: float | None = None
     last_segment_s: float = 0.0
@@ -50,16 +53,21 @@ class ReceiveTransfer:
     def is_open(self) -> bool:
         return self.state in (TransferState.READY, TransferState.TRANSFERRING)
 
-    def question_problem(self, question: Open, layout: kv_pb2.KVLayout, backends: list[str]) -> str | None:
-        """``backends``: those that reach the sender. None when this is the sender that the request expects, and its KV
-        can be taken; else both values."""
+    def question_problem(
+        self, question: Open, layout: kv_pb2.KVLayout, reachable: list[str], unreachable: list[str]
+    ) -> str | None:
+        """``reachable``: backends that reach the sender; ``unreachable``: why the others do not.
+
+        None when this is the sender that the request expects, and its KV can be taken; else both values.
+        """
         asked = (question.sender.worker_id, question.sender.incarnation)
         if asked != (self.sender_id, self.sender_incarnation):
             return f"sender: expected {self.sender_id}/{self.sender_incarnation}, asked by {asked[0]}/{asked[1]}"
         if question.prompt_tokens != self.prompt_tokens:
             return f"prompt: {self.prompt_tokens} tokens here, {question.prompt_tokens} at the sender"
-        if not any(name in question.backends for name in backends):
-            return f"transfer backends: ours {backends}, theirs {list(question.backends)} (shm: only on the same host)"
+        if not reachable:
+            theirs = ", ".join(question.backends)
+            return f"no transfer backend reaches the sender, which has {theirs} ({'; '.join(unreachable)})"
         return mismatch(layout, question.layout)
 
     def cells_needed(self, layout: kv_pb2.KVLayout) -> int:

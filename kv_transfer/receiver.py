@@ -13,21 +13,27 @@ attempt, with another sender, takes it over as soon as its request is added, and
 A segment is dropped unless transfer, attempt, epoch and incarnation match an open reservation; it is written into the
 reservation's unpublished blocks only after its range and its digest were checked; and nothing is published before every
 layer of every token that was promised is there. Whatever ended leaves a tombstone, so that late news are refused.
+
+A device that unpacks digests what it writes (``device_writes``). Then the range is checked before and the digest after,
+between one poll and another; the blocks are unpublished all the while, and who frees them orders that after the writes
+that were started (the port's business).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import queue
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 from kv_transfer.backends.base import Arrived, ChannelLost, SegmentReceiver
-from kv_transfer.layout import KVRange
+from kv_transfer.copies import CopyWaiter, DeviceCopy
+from kv_transfer.layout import BLOCK_MIX64, DIGEST_KINDS, KVRange
 from kv_transfer.lease import Clock, Epochs, Lease, Parking, Tombstones
 from kv_transfer.protocol import Abort, Busy, Done, End, Frame, Open, Refused, Ticket
 from kv_transfer.receive_transfer import ReceiveTransfer
-from kv_transfer.segment import digest, key_of, range_of
-from kv_transfer.staging import StagingArena
+from kv_transfer.segment import is_intact, key_of, mixed_digest, range_of
 from kv_transfer.transfer import Moved, TransferCounters, TransferKey, TransferState
 from pdserve.v1 import kv_pb2
 
@@ -41,8 +47,11 @@ class ReceiverPort(Protocol):
         """Take blocks for the whole prompt; returns the cached tokens, None when there is no room now."""
         ...
 
-    def write_kv(self, request_id: str, part: KVRange, payload: memoryview, dtype: str) -> None:
-        """Copy a verified segment into the reservation."""
+    def write_kv(self, request_id: str, part: KVRange, payload: Any, dtype: str) -> DeviceCopy | None:
+        """Copy a segment (memoryview or DeviceView) into the reservation.
+
+        None: it is there. Else a device has begun; the payload must stay until that is over.
+        """
         ...
 
     def publish(self, request_id: str, first_output: bytes, moved: Moved) -> None:
@@ -101,16 +110,22 @@ class Receiver:
         layout: kv_pb2.KVLayout,
         port: ReceiverPort,
         backends: dict[str, tuple[SegmentReceiver, str]],
-        arena: StagingArena,
+        wakeup: Callable[[], None],
         clock: Clock,
         settings: ReceiverSettings | None = None,
+        *,
+        device_writes: bool = False,
     ) -> None:
         """``backends``: name -> the listening receiver and its endpoint, best first."""
         self._me = me
         self._layout = layout
         self._port = port
         self._backends = backends
-        self._arena = arena
+        self._wakeup = wakeup
+        self._device_writes = device_writes
+        self._copies = CopyWaiter(wakeup)
+        self._written: queue.SimpleQueue[tuple[ReceiveTransfer, Arrived, int]] = queue.SimpleQueue()
+        """What a device has written, and the block mix of it; bounded by the slots."""
         self._clock = clock
         self._settings = settings or ReceiverSettings()
         self._epochs = Epochs(me.incarnation)
@@ -213,6 +228,9 @@ class Receiver:
     def poll(self) -> None:
         """Once an engine loop. What is over ends before what has come late is looked at."""
         self._expire()
+        self._copies.check()
+        while not self._written.empty():
+            self._on_written(*self._written.get_nowait())
         for receiver, _ in self._backends.values():
             self._on_arrivals(receiver.poll())
 
@@ -246,6 +264,7 @@ class Receiver:
     def close(self) -> None:
         for transfer in list(self._by_request.values()):
             self.request_ended(transfer.request_id, "the decode worker stops")
+        self._copies.close()
         for key, _ in self._kept.take_where(lambda _: True):
             self._port.drop_kept(key.transfer_id)
         for receiver, _ in self._backends.values():
@@ -270,8 +289,8 @@ class Receiver:
         return self._tombstones.reason(key)
 
     def _on_open(self, transfer: ReceiveTransfer, peer: str, question: Open) -> None:
-        reachable = [name for name, (backend, _) in self._backends.items() if backend.can_reach(question.host_probe)]
-        problem = transfer.question_problem(question, self._layout, reachable)
+        reachable, unreachable = self._reachable(question)
+        problem = transfer.question_problem(question, self._layout, reachable, unreachable)
         if problem is not None:
             self._refuse(peer, transfer.key, problem)
             if transfer.state is TransferState.HANDSHAKING:
@@ -292,7 +311,7 @@ class Receiver:
             return
         transfer.busy_since_s = None
         transfer.took_over = False
-        backend = next(name for name in reachable if name in question.backends)
+        backend = reachable[0]
         transfer.no_kv = question.no_kv
         transfer.lease = Lease(self._clock, self._settings.lease_s, transfer.deadline_s)
         transfer.ticket = Ticket(
@@ -302,10 +321,24 @@ class Receiver:
             backend=backend,
             endpoint=self._backends[backend][1],
             lease_s=self._settings.lease_s,
-            max_segment_bytes=self._arena.slot_bytes,
+            max_segment_bytes=self._backends[backend][0].max_segment_bytes,
         )
         transfer.move(TransferState.READY)
         self._port.send(peer, Frame(transfer.key, transfer.ticket))
+
+    def _reachable(self, question: Open) -> tuple[list[str], list[str]]:
+        """The backends of ours that reach the sender, best first; why the others do not."""
+        reachable, unreachable = [], []
+        for name, (backend, _) in self._backends.items():
+            if name in question.backends:
+                why = backend.unreachable(question.probes.get(name, ""))
+            else:
+                why = "the sender does not have it"
+            if why:
+                unreachable.append(f"{name}: {why}")
+            else:
+                reachable.append(name)
+        return reachable, unreachable
 
     def _reserve(self, transfer: ReceiveTransfer, question: Open) -> int | None:
         """A large prompt must not wait for ever while small ones take every block that gets free."""
@@ -336,38 +369,68 @@ class Receiver:
         for arrival in arrivals:
             if isinstance(arrival, ChannelLost):
                 self._on_channel_lost(arrival)
-                continue
-            try:
-                self._on_segment(arrival)
-            finally:
-                self._arena.give_back(arrival.slot)
+            elif not self._on_segment(arrival):
+                arrival.slot.give_back()
 
-    def _on_segment(self, arrived: Arrived) -> None:
+    def _on_segment(self, arrived: Arrived) -> bool:
+        """Whether its memory is still read."""
         header = arrived.header
         transfer = self._by_key.get(key_of(header))
         if transfer is None or not transfer.owns(header, arrived.sender):
             self.counters.count_dropped("stale")
-            return
-        if digest(arrived.header_bytes, arrived.payload) != arrived.digest:
-            self.counters.count_dropped("corrupt")
-            self._fail(transfer, "corrupt", f"segment {header.index} does not match its digest")
-            return
+            return False
+        checks_after = self._device_writes and header.digest_kind == BLOCK_MIX64
+        if not checks_after and not (
+            isinstance(arrived.payload, memoryview)
+            and is_intact(header.digest_kind, arrived.header_bytes, arrived.payload, arrived.digest)
+        ):
+            self._on_corrupt(transfer, header)
+            return False
         part = range_of(header)
         if header.index in transfer.parts:
             self.counters.count_dropped("duplicate")
-            return
+            return False
         problem = transfer.range_problem(header, part, self._layout)
         if problem is not None:
             self.counters.count_dropped("range")
             self._fail(transfer, "range", f"segment {header.index}: {problem}")
-            return
+            return False
         if transfer.state is TransferState.READY:
             transfer.move(TransferState.TRANSFERRING)
             transfer.first_segment_s = self._clock()
             self.counters.streamed += transfer.end is None
-        self._port.write_kv(transfer.request_id, part, arrived.payload, header.dtype)
         transfer.parts[header.index] = part
-        transfer.cells += part.cells
+        copy = self._port.write_kv(transfer.request_id, part, arrived.payload, header.dtype)
+        if copy is None:
+            self._on_verified(transfer, header)
+            return False
+        self._copies.when_done(copy, partial(self._let_go, transfer, arrived))
+        return True
+
+    def _let_go(self, transfer: ReceiveTransfer, arrived: Arrived, mix: int) -> None:
+        """On the copies' thread: nothing reads the segment any more."""
+        arrived.slot.give_back()
+        self._written.put((transfer, arrived, mix))
+        self._wakeup()
+
+    def _on_written(self, transfer: ReceiveTransfer, arrived: Arrived, mix: int) -> None:
+        if not transfer.is_open:
+            return
+        header = arrived.header
+        if header.digest_kind == BLOCK_MIX64 and mixed_digest(arrived.header_bytes, mix) != arrived.digest:
+            self._on_corrupt(transfer, header)
+        else:
+            self._on_verified(transfer, header)
+
+    def _on_corrupt(self, transfer: ReceiveTransfer, header: kv_pb2.SegmentHeader) -> None:
+        self.counters.count_dropped("corrupt")
+        known = header.digest_kind in DIGEST_KINDS
+        what = "does not match its digest" if known else f"has a digest of unknown kind {header.digest_kind!r}"
+        self._fail(transfer, "corrupt", f"segment {header.index} {what}")
+
+    def _on_verified(self, transfer: ReceiveTransfer, header: kv_pb2.SegmentHeader) -> None:
+        transfer.verified += 1
+        transfer.cells += transfer.parts[header.index].cells
         transfer.last_segment_s = self._clock()
         self.counters.segments += 1
         self.counters.bytes += header.payload_bytes
@@ -405,7 +468,7 @@ class Receiver:
 
     def _complete(self, transfer: ReceiveTransfer) -> None:
         """Publish when all is there; fail when all came and it is not."""
-        if transfer.end is None or len(transfer.parts) < transfer.end.num_segments:
+        if transfer.end is None or transfer.verified < transfer.end.num_segments:
             return
         needed = transfer.cells_needed(self._layout)
         if len(transfer.parts) != transfer.end.num_segments or transfer.cells != needed:

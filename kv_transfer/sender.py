@@ -9,7 +9,9 @@ by the engine's thread only (``on_*``, ``want_ticket``, ``kv_computed``, ``prefi
 
 A computed range waits in its link's queue until a staging slot is free, is packed by the engine's thread, and belongs
 to the network thread until it is sent. So the KV blocks themselves are touched by the engine's thread only, and may be
-freed the moment a transfer ends; a late slot carries a copy that the receiver refuses.
+freed the moment a transfer ends; a late slot carries a copy that the receiver refuses. Where a device packs, the
+engine's thread only starts that, and the segment is sealed and sent when it is over (copies.py); who then frees blocks
+orders it after what was started (the port's business).
 """
 
 from __future__ import annotations
@@ -18,16 +20,17 @@ import queue
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 
 from kv_transfer.backends.base import Channel, SegmentSender
+from kv_transfer.copies import CopyWaiter, DeviceCopy
 from kv_transfer.layout import KVRange, cell_bytes, mismatch, split
 from kv_transfer.lease import Clock, Lease
 from kv_transfer.protocol import Abort, Busy, Done, End, Frame, Open, Refused, Ticket
-from kv_transfer.segment import seal
-from kv_transfer.staging import StagingArena, StagingSlot
+from kv_transfer.segment import seal, seal_mixed
+from kv_transfer.staging import SlotPool, StagingSlot
 from kv_transfer.transfer import TransferCounters, TransferKey, TransferState, check_edge
 from pdserve.v1 import kv_pb2
 
@@ -46,8 +49,11 @@ class SenderPort(Protocol):
 
     def ticket_deferred(self, request_id: str, retry_after_s: float) -> None: ...
 
-    def pack(self, request_id: str, part: KVRange, out: memoryview) -> int:
-        """Copy this range of the request's KV into ``out``; returns the bytes written."""
+    def pack(self, request_id: str, part: KVRange, out: Any) -> DeviceCopy | None:
+        """Copy this range of the request's KV into ``out`` (memoryview or DeviceView), which it fills.
+
+        None: it is there. Else a device has begun, and the block mix of what it writes comes with the end of that.
+        """
         ...
 
     def transfer_done(self, request_id: str) -> None:
@@ -66,6 +72,7 @@ class Link:
     name: str
     peer: str
     channel: Channel
+    arena: SlotPool
     pending: deque[tuple[SendTransfer, KVRange]] = field(default_factory=deque)
     slots_in_use: int = 0
 
@@ -101,7 +108,6 @@ class Sender:
         layout: kv_pb2.KVLayout,
         port: SenderPort,
         backends: dict[str, SegmentSender],
-        arena: StagingArena,
         wakeup: Callable[[], None],
         clock: Clock,
         lease_s: float = 10.0,
@@ -111,7 +117,6 @@ class Sender:
         self._layout = layout
         self._port = port
         self._backends = backends
-        self._arena = arena
         self._wakeup = wakeup
         self._clock = clock
         self._lease_s = lease_s
@@ -122,6 +127,7 @@ class Sender:
         self._links: dict[str, Link] = {}
         self._news: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         """From network threads; bounded by the slots and the links."""
+        self._copies = CopyWaiter(wakeup)
         self.counters = TransferCounters()
 
     # ---- from the engine
@@ -147,8 +153,8 @@ class Sender:
             return
         transfer.asked_s = self._clock()
         left_s = max(0.0, deadline_s - self._clock())
-        probe = next((backend.host_probe for backend in self._backends.values() if backend.host_probe), "")
-        question = Open(self._me, self._layout, prompt_tokens, left_s, tuple(self._backends), no_kv, probe)
+        probes = {name: backend.probe for name, backend in self._backends.items() if backend.probe}
+        question = Open(self._me, self._layout, prompt_tokens, left_s, tuple(self._backends), no_kv, probes)
         self._port.send(peer, Frame(key, question))
 
     def kv_computed(self, request_id: str, part: KVRange) -> None:
@@ -162,7 +168,7 @@ class Sender:
         )
         if part.cells == 0:
             return
-        limit = min(self._arena.slot_bytes, transfer.ticket.max_segment_bytes)
+        limit = min(transfer.link.arena.slot_bytes, transfer.ticket.max_segment_bytes)
         for piece in split(part, self._cell_bytes, limit):
             transfer.link.pending.append((transfer, piece))
             transfer.segments_planned += 1
@@ -234,6 +240,7 @@ class Sender:
         """Once an engine loop: what network threads report, what has expired, what can be packed now."""
         while not self._news.empty():
             self._news.get_nowait()()
+        self._copies.check()
         self._expire()
         self._pump()
 
@@ -254,6 +261,7 @@ class Sender:
     def close(self) -> None:
         for transfer in list(self._by_request.values()):
             self.request_ended(transfer.request_id, transfer.key, transfer.peer, "the prefill worker stops")
+        self._copies.close()
         for link in list(self._links.values()):
             self._drop_link(link)
         for backend in self._backends.values():
@@ -295,7 +303,7 @@ class Sender:
                 sender=self._me, layout=self._layout, receiver_incarnation=transfer.receiver_incarnation
             )
             channel = backend.connect(ticket.endpoint, hello, lambda reason: self._tell_lost(name, reason))
-            link = self._links[name] = Link(name, transfer.peer, channel)
+            link = self._links[name] = Link(name, transfer.peer, channel, backend.arena)
             log.info("kv_channel", lane=ticket.backend, endpoint=ticket.endpoint, peer=transfer.peer)
         return link
 
@@ -320,24 +328,31 @@ class Sender:
 
     def _pump(self) -> None:
         """Pack what waits, link by link in turn, as far as staging has room. One slow receiver may hold half of it."""
-        limit = max(1, self._arena.num_slots // 2) if len(self._links) > 1 else self._arena.num_slots
-        waiting = [link for link in self._links.values() if link.pending and link.slots_in_use < limit]
+        waiting = [link for link in self._links.values() if self._may_pack(link)]
         while waiting:
             for link in list(waiting):
-                slot = self._arena.try_take()
+                slot = link.arena.try_take()
                 if slot is None:
-                    return
+                    waiting.remove(link)
+                    continue
                 transfer, piece = link.pending.popleft()
                 self._pack_and_send(link, transfer, piece, slot)
-                if not link.pending or link.slots_in_use >= limit:
+                if not self._may_pack(link):
                     waiting.remove(link)
+
+    def _may_pack(self, link: Link) -> bool:
+        num_slots = link.arena.num_slots
+        limit = max(1, num_slots // 2) if len(self._links) > 1 else num_slots
+        return bool(link.pending) and link.slots_in_use < limit
 
     def _pack_and_send(self, link: Link, transfer: SendTransfer, piece: KVRange, slot: StagingSlot) -> None:
         assert transfer.ticket is not None
         if transfer.state is TransferState.READY:
             transfer.move(TransferState.TRANSFERRING)
             transfer.first_segment_s = self._clock()
-        size = self._port.pack(transfer.request_id, piece, slot.view)
+        size = piece.cells * self._cell_bytes
+        payload = slot.view[:size]
+        copy = self._port.pack(transfer.request_id, piece, payload)
         header = kv_pb2.SegmentHeader(
             transfer_id=transfer.key.transfer_id,
             attempt=transfer.key.attempt,
@@ -357,11 +372,14 @@ class Sender:
         self.counters.bytes += size
 
         def on_done(error: str | None) -> None:  # on a network thread, or here when the channel is lost
-            self._arena.give_back(slot)
+            slot.give_back()
             self._news.put(lambda: self._slot_is_back(link))
             self._wakeup()
 
-        link.channel.send(seal(header, slot.view[:size]), on_done)
+        if copy is None:
+            link.channel.send(seal(header, payload), on_done)
+        else:
+            self._copies.when_done(copy, lambda mix: link.channel.send(seal_mixed(header, payload, mix), on_done))
 
     @staticmethod
     def _slot_is_back(link: Link) -> None:

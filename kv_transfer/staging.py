@@ -1,4 +1,4 @@
-"""Staging memory: a bounded arena of equal slots, between the KV pool and the network.
+"""Staging memory: bounded arenas of equal slots, between the KV pool and the network.
 
     sender:    engine thread packs KV into a slot -> network thread sends it -> free
     receiver:  network thread receives into a slot -> engine thread verifies and unpacks it -> free
@@ -6,8 +6,9 @@
 A slot belongs to whoever took it until that one gives it back: a slot that a receive is pending on stays taken,
 whatever became of its transfer. Only plain bytes here; no network thread ever touches the KV pool.
 
-The memory is a memfd: it has no name to clean up, is gone with its last user, and does not count against /dev/shm. Its
-seals let another process map it, but not write or resize it (backends/shm.py).
+``StagingArena`` is host memory, a memfd: it has no name to clean up, is gone with its last user, and does not count
+against /dev/shm. Its seals let another process map it, but not write or resize it (backends/shm.py). That of a GPU is
+``kv_transfer.cuda.CudaStaging``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -30,29 +33,49 @@ F_SEAL_FUTURE_WRITE = 0x10
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
 
 
+class DeviceView:
+    """A piece of a device's memory, as ``memoryview`` is one of the host's: it can be measured, cut and passed on."""
+
+    __slots__ = ("address", "num_bytes")
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.address = address
+        self.num_bytes = num_bytes
+
+    def __len__(self) -> int:
+        return self.num_bytes
+
+    def __getitem__(self, part: slice) -> DeviceView:
+        start, end, step = part.indices(self.num_bytes)
+        if step != 1:
+            raise ValueError("only contiguous parts of device memory can be taken")
+        return DeviceView(self.address + start, max(0, end - start))
+
+
 class StagingSlot:
-    """A piece of the arena, all of it writable through ``view``."""
+    """A piece of an arena, all of it writable through ``view``."""
 
-    __slots__ = ("index", "view")
+    __slots__ = ("_give_back", "index", "view")
 
-    def __init__(self, index: int, view: memoryview) -> None:
+    def __init__(self, index: int, view: Any, give_back: Callable[[StagingSlot], None]) -> None:
+        """``view``: a memoryview, or a DeviceView."""
         self.index = index
         self.view = view
+        self._give_back = give_back
+
+    def give_back(self) -> None:
+        """Once; nothing touches its memory any more."""
+        self._give_back(self)
 
 
-class StagingArena:
-    """Thread-safe. Pages are touched on first use, so an idle arena costs address space only."""
+class SlotPool:
+    """Abstract: ``_view``. Which slots are free. Thread-safe."""
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         if num_slots < 1 or slot_bytes < 1:
             raise ValueError(f"staging needs at least one slot of one byte, not {num_slots} of {slot_bytes}")
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
-        self.fileno, memory = _sealed_memory(num_slots * slot_bytes)
-        """Whoever has a copy of this file descriptor can read all slots, and write none."""
-        weakref.finalize(self, os.close, self.fileno)
-        self._memory = memoryview(memory)
-        self._address = _address(self._memory)
         self._free = deque(range(num_slots))
         self._freed = threading.Condition()
 
@@ -74,17 +97,6 @@ class StagingArena:
             self._free.append(slot.index)
             self._freed.notify()
 
-    def offset(self, view: memoryview) -> int:
-        """Where a part of a slot is in the arena.
-
-        Raises:
-            ValueError: it is no part of this arena.
-        """
-        offset = _address(view) - self._address if len(view) else 0
-        if not 0 <= offset <= self.limit_bytes - len(view):
-            raise ValueError("this memory is not in the sender's staging")
-        return offset
-
     @property
     def free_slots(self) -> int:
         return len(self._free)
@@ -99,8 +111,36 @@ class StagingArena:
 
     def _pop(self) -> StagingSlot:
         index = self._free.popleft()
-        start = index * self.slot_bytes
-        return StagingSlot(index, self._memory[start : start + self.slot_bytes])
+        return StagingSlot(index, self._view(index * self.slot_bytes), self.give_back)
+
+    def _view(self, start: int) -> memoryview | DeviceView:
+        raise NotImplementedError
+
+
+class StagingArena(SlotPool):
+    """Pages are touched on first use, so an idle arena costs address space only."""
+
+    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+        super().__init__(num_slots, slot_bytes)
+        self.fileno, memory = _sealed_memory(num_slots * slot_bytes)
+        """Whoever has a copy of this file descriptor can read all slots, and write none."""
+        weakref.finalize(self, os.close, self.fileno)
+        self._memory = memoryview(memory)
+        self.address = address_of(self._memory)
+
+    def offset(self, view: memoryview) -> int:
+        """Where a part of a slot is in the arena.
+
+        Raises:
+            ValueError: it is no part of this arena.
+        """
+        offset = address_of(view) - self.address if len(view) else 0
+        if not 0 <= offset <= self.limit_bytes - len(view):
+            raise ValueError("this memory is not in the sender's staging")
+        return offset
+
+    def _view(self, start: int) -> memoryview:
+        return self._memory[start : start + self.slot_bytes]
 
 
 def _sealed_memory(size: int) -> tuple[int, mmap.mmap]:
@@ -111,5 +151,7 @@ def _sealed_memory(size: int) -> tuple[int, mmap.mmap]:
     return fileno, memory
 
 
-def _address(view: memoryview) -> int:
+def address_of(view: memoryview | DeviceView) -> int:
+    if isinstance(view, DeviceView):
+        return view.address
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])

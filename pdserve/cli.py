@@ -61,7 +61,9 @@ def up(
         int | None, typer.Option(help="KV pool of each worker.  [default: 1 GiB; GPU: what memory is left]")
     ] = None,
     num_threads: Annotated[int | None, typer.Option(help="Threads of each engine.  [default: they share]")] = None,
-    transfer: Annotated[str | None, typer.Option(help="KV transfer: shm, tcp or ucx.  [default: the best]")] = None,
+    transfer: Annotated[
+        str | None, typer.Option(help="KV transfer: cuda_ipc, shm, tcp or ucx.  [default: the best]")
+    ] = None,
     start_timeout_s: Annotated[float, typer.Option(help="Give up a start that takes longer.")] = 300.0,
     chat: Annotated[bool, typer.Option(help="One chat when everything is ready.")] = True,
     prompt: Annotated[str, typer.Option(help="Of that chat.")] = "In one sentence, what is a lighthouse?",

@@ -24,11 +24,14 @@ from engine.process import Engine, EngineProcess
 from engine.ready import engine_ready
 from engine.request import Request
 from engine.runners import build_runner
+from engine.wire_memory import WireMemory
 from kv_transfer.backends import load_all
-from kv_transfer.layout import KVRange, make_layout, wire_of
+from kv_transfer.copies import DeviceCopy
+from kv_transfer.engine_staging import EngineStaging
+from kv_transfer.layout import KVRange, cell_bytes, make_layout, wire_of
 from kv_transfer.protocol import Abort, Busy, Done, End, Frame, Open, Refused, Ticket
 from kv_transfer.sender import Sender
-from kv_transfer.staging import DEFAULT_NUM_SLOTS, DEFAULT_SLOT_BYTES, StagingArena
+from kv_transfer.staging import DeviceView, address_of
 from kv_transfer.transfer import TransferKey
 from pdserve.v1 import inference_pb2, kv_pb2, worker_pb2
 from telemetry import logs
@@ -54,14 +57,18 @@ class PrefillHandoff:
         self._process = process
         self._core = core
         self._kv_cache = kv_cache
+        self._copies = kv_cache.copies
         self._dtype: torch.dtype = getattr(torch, layout.dtype)
-        self._arena = StagingArena(DEFAULT_NUM_SLOTS, DEFAULT_SLOT_BYTES)
+        device, max_tokens = core.config.device, core.config.max_num_batched_tokens
+        self._staging = EngineStaging(device, max_tokens * layout.num_layers * cell_bytes(layout, layout.dtype))
         self._sender = Sender(
             me,
             layout,
             self,
-            {name: backend.sender(self._arena) for name, backend in load_all(transfer).items()},
-            self._arena,
+            {
+                name: backend.sender(self._staging.arena(backend.memory))
+                for name, backend in load_all(transfer, device).items()
+            },
             process.wakeup,
             time.monotonic,
         )
@@ -82,6 +89,9 @@ class PrefillHandoff:
         )
 
     def kv_computed(self, request: Request, token_start: int, token_end: int, layer_start: int, layer_end: int) -> None:
+        """On a device: its kernels that compute this are launched, and packing follows them."""
+        if self._copies is not None:
+            self._copies.follow()
         self._sender.kv_computed(request.request_id, KVRange(token_start, token_end, layer_start, layer_end))
 
     def prefill_ended(self, request: Request, output: RequestOutput) -> None:
@@ -89,6 +99,7 @@ class PrefillHandoff:
         self._sender.prefill_ended(request.request_id, first_output, finished=output.finish_reason is not None)
 
     def request_ended(self, request: Request) -> None:
+        self._free_after_packing()
         handoff = request.handoff
         assert isinstance(handoff, SendKV)
         reason = f"the prefill request ended: {request.finish_reason}"
@@ -119,8 +130,8 @@ class PrefillHandoff:
         stats.transfer_segments_total = counters.segments
         stats.transfer_bytes_total = counters.bytes
         stats.transfer_seconds_total = counters.seconds
-        stats.staging_bytes = self._arena.used_bytes
-        stats.staging_limit_bytes = self._arena.limit_bytes
+        stats.staging_bytes = self._staging.used_bytes
+        stats.staging_limit_bytes = self._staging.limit_bytes
         stats.leases = self._sender.leases
 
     # ---- from the sender
@@ -134,17 +145,30 @@ class PrefillHandoff:
     def ticket_deferred(self, request_id: str, retry_after_s: float) -> None:
         self._core.defer_ticket(request_id, retry_after_s)
 
-    def pack(self, request_id: str, part: KVRange, out: memoryview) -> int:
+    def pack(self, request_id: str, part: KVRange, out: memoryview | DeviceView) -> DeviceCopy | None:
         request = self._core.scheduler.requests[request_id]
-        staging = torch.frombuffer(out, dtype=torch.uint8)
-        return self._kv_cache.pack(request.block_table, *part, staging, self._dtype)
+        if self._copies is not None:
+            return self._copies.pack(request.block_table, *part, WireMemory(address_of(out), len(out)))
+        assert isinstance(out, memoryview)
+        self._kv_cache.pack(request.block_table, *part, torch.frombuffer(out, dtype=torch.uint8), self._dtype)
+        return None
 
     def transfer_done(self, request_id: str) -> None:
+        """The receiver has what was packed, or needs none of it."""
+        self._free_after_packing()
         self._core.release_kv(request_id, None)
 
     def transfer_failed(self, request_id: str, reason: str, peer_lost: bool) -> None:
+        self._free_after_packing()
         log.warning("handoff_failed", request_id=request_id, reason=reason)
         self._core.release_kv(request_id, (ErrorCode.HANDOFF_FAILED, reason, True), peer_lost)
+
+    # ---- inside
+
+    def _free_after_packing(self) -> None:
+        """Blocks that are freed may be written by the next step: not before the packing that was started read them."""
+        if self._copies is not None:
+            self._copies.join()
 
 
 def key_of(handoff: SendKV) -> TransferKey:
@@ -159,7 +183,7 @@ def frame_to_pb(frame: Frame) -> worker_pb2.HandoffFrame:
     """What a sender says."""
     message = worker_pb2.HandoffFrame(transfer_id=frame.key.transfer_id, attempt=frame.key.attempt)
     match frame.body:
-        case Open(sender, layout, prompt_tokens, timeout_s, backends, no_kv, host_probe):
+        case Open(sender, layout, prompt_tokens, timeout_s, backends, no_kv, probes):
             message.open.CopyFrom(
                 worker_pb2.Open(
                     sender=sender,
@@ -168,7 +192,7 @@ def frame_to_pb(frame: Frame) -> worker_pb2.HandoffFrame:
                     timeout_s=timeout_s,
                     backends=backends,
                     no_kv=no_kv,
-                    host_probe=host_probe,
+                    probes=probes,
                 )
             )
         case End(num_segments, first_output):

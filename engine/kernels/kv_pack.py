@@ -2,42 +2,44 @@
 """KV to and from the wire on a GPU, with the payload's digest computed in the same pass.
 
 The cache is ``[L, N, 2, K, S, D]`` (one allocation, any layer slice of it), the wire ``[layer, 2, kv_head, token,
-head_dim]``, contiguous. Bytes are moved as 64-bit words, so any dtype whose head row is a multiple of 8 bytes passes
-through unchanged. The digest is a sum over the words, mod 2^64, of a mix of each word with its place on the wire; a
-sum needs no order, so every program adds its part, and a CPU computes the same number with ``digest_words`` (numpy).
-It tells corruption and misplacement, not forgery.
+head_dim]``, contiguous: any memory that the device can reach (its own, a peer's, pinned host memory). Bytes are moved
+as 64-bit words, so any dtype whose head row is a multiple of 8 bytes passes through unchanged. The digest is a sum over
+the words, mod 2^64, of a mix of each word with its place on the wire; a sum needs no order, so every program adds its
+part. It tells corruption and misplacement, not forgery.
 
     mix(i, w):  h = (w + (i + 1) * P1) * P2;  h ^= h >> 32;  h *= P3;  h ^= h >> 29
-    digest = sum over i of mix(i, w[i])
+    block_mix64 = sum over i of mix(i, w[i])
 """
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Protocol
+
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 
-# Odd constants with balanced bits: of xxHash64 (Collet) and splitmix64 (Steele, Lea and Flood 2014).
-_P1, _P2, _P3 = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x94D049BB133111EB
-_DIGEST_SLOTS = 256  # programs add to different addresses: one would serialise them
+DIGEST_SLOTS = 256
+"""Programs add to different addresses: one would serialise them."""
+_BLOCK_TOKENS = 64
+_COPY_WORDS = 2048
 
 
-def digest_words(words: NDArray[np.uint64], first_index: int = 0) -> int:
-    """The digest of these words of a payload, the first of which is word ``first_index``; parts add up mod 2^64."""
-    total = 0
-    for start in range(0, len(words), 1 << 16):  # fits the cache
-        part = words[start : start + (1 << 16)]
-        h = np.arange(first_index + start + 1, first_index + start + 1 + len(part), dtype=np.uint64)
-        h *= np.uint64(_P1)
-        h += part
-        h *= np.uint64(_P2)
-        h ^= h >> np.uint64(32)
-        h *= np.uint64(_P3)
-        h ^= h >> np.uint64(29)
-        total += int(h.sum(dtype=np.uint64))
-    return total & 0xFFFFFFFFFFFFFFFF
+class Words(Protocol):
+    """64-bit words that the device can reach; a tensor, or an address of another process's memory."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def data_ptr(self) -> int: ...
+
+
+@triton.jit
+def _mix(word, index):
+    h = word.to(tl.uint64, bitcast=True) + (index + 1).to(tl.uint64) * tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
+    h *= tl.full((), 0xC2B2AE3D27D4EB4F, tl.uint64)
+    h ^= h >> 32
+    h *= tl.full((), 0x94D049BB133111EB, tl.uint64)
+    return h ^ (h >> 29)
 
 
 @triton.jit(do_not_specialize=["token_start", "num_tokens"])
@@ -63,14 +65,61 @@ def _move_kernel(
     else:
         word = tl.load(wire_ptr + index, mask=mask, other=0)
         tl.store(base + in_cache, word, mask=mask)
-    h = word.to(tl.uint64, bitcast=True) + (index + 1).to(tl.uint64) * tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
-    h *= tl.full((), 0xC2B2AE3D27D4EB4F, tl.uint64)
-    h ^= h >> 32
-    h *= tl.full((), 0x94D049BB133111EB, tl.uint64)
-    h ^= h >> 29
+    h = _mix(word, index)
     part = tl.sum(tl.sum(tl.where(mask, h, tl.full((), 0, tl.uint64)).to(tl.int64, bitcast=True), 1), 0)
     slot = (plane * tl.num_programs(1) + tl.program_id(1)) % SLOTS
     tl.atomic_add(digest_ptr + slot, part, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["num_words"])
+def _copy_kernel(source_ptr, target_ptr, digest_ptr, num_words, BLOCK: tl.constexpr, SLOTS: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < num_words
+    word = tl.load(source_ptr + index, mask=mask, other=0)
+    tl.store(target_ptr + index, word, mask=mask)
+    h = tl.where(mask, _mix(word, index), tl.full((), 0, tl.uint64))
+    tl.atomic_add(digest_ptr + tl.program_id(0) % SLOTS, tl.sum(h.to(tl.int64, bitcast=True), 0), sem="relaxed")
+
+
+def move_kv(
+    cache: torch.Tensor,  # [L, N, 2, K, S, words] int64, a layer range
+    block_table: torch.Tensor,  # [M] int32
+    token_start: int,
+    token_end: int,
+    wire: Words,  # contiguous, of the packed size
+    sums: torch.Tensor,  # [DIGEST_SLOTS] int64: the digest's parts are added to it
+    *,
+    pack: bool,
+) -> None:
+    """Launch a copy of tokens start .. end of all layers to the wire, or from there into the blocks."""
+    num_layers, _, _, num_kv_heads, block_size, words = cache.shape
+    num_tokens = token_end - token_start
+    _move_kernel[(num_layers * 2 * num_kv_heads, triton.cdiv(num_tokens, _BLOCK_TOKENS))](
+        cache, wire, block_table, sums, token_start, num_tokens,
+        cache.stride(0), cache.stride(1), cache.stride(2), cache.stride(3), cache.stride(4),
+        K=num_kv_heads, S=block_size, WORDS=words, BLOCK_W=triton.next_power_of_2(words), BLOCK_T=_BLOCK_TOKENS,
+        PACK=pack, SLOTS=DIGEST_SLOTS,
+    )  # fmt: skip
+
+
+def copy_words(source: Words, target: torch.Tensor, sums: torch.Tensor) -> None:
+    """Launch a copy of as many words as ``target`` (int64) has; ``sums`` as above."""
+    num_words = target.numel()
+    _copy_kernel[(triton.cdiv(num_words, _COPY_WORDS),)](
+        source, target, sums, num_words, BLOCK=_COPY_WORDS, SLOTS=DIGEST_SLOTS
+    )
+
+
+def words_of(cache: torch.Tensor) -> torch.Tensor:
+    """[..., D] of any dtype -> [..., words] int64, the same memory.
+
+    Raises:
+        ValueError: a head's row is no whole number of words.
+    """
+    row_bytes = cache.shape[-1] * cache.dtype.itemsize
+    if row_bytes % 8:
+        raise ValueError(f"a head's row of {row_bytes} bytes is no multiple of 8: pack this cache on the CPU path")
+    return cache.view(torch.int64)
 
 
 def pack_kv(
@@ -99,25 +148,15 @@ def digest_value(digest: torch.Tensor) -> int:
 def _move(
     layers: torch.Tensor, block_table: torch.Tensor, token_start: int, token_end: int, wire: torch.Tensor, *, pack: bool
 ) -> torch.Tensor:
-    num_layers, _, _, num_kv_heads, block_size, head_dim = layers.shape
+    num_layers, _, _, num_kv_heads, _, head_dim = layers.shape
     num_tokens = token_end - token_start
-    row_bytes = head_dim * layers.dtype.itemsize
-    if row_bytes % 8:
-        raise ValueError(f"a head's row of {row_bytes} bytes is no multiple of 8: pack this cache on the CPU path")
-    if wire.nbytes != num_layers * 2 * num_kv_heads * num_tokens * row_bytes:
+    cache = words_of(layers)
+    if wire.nbytes != num_layers * 2 * num_kv_heads * num_tokens * head_dim * layers.dtype.itemsize:
         raise ValueError(
             f"the wire buffer has {wire.nbytes} bytes, not those of {num_tokens} tokens of {num_layers} layers"
         )
-    digest = torch.zeros(_DIGEST_SLOTS, dtype=torch.int64, device=layers.device)
-    if not num_tokens:
-        return digest
-    cache = layers.view(torch.int64)
-    words = row_bytes // 8
-    block_t = 64
-    _move_kernel[(num_layers * 2 * num_kv_heads, triton.cdiv(num_tokens, block_t))](
-        cache, wire.view(torch.uint8).view(torch.int64), block_table, digest, token_start, num_tokens,
-        cache.stride(0), cache.stride(1), cache.stride(2), cache.stride(3), cache.stride(4),
-        K=num_kv_heads, S=block_size, WORDS=words, BLOCK_W=triton.next_power_of_2(words), BLOCK_T=block_t, PACK=pack,
-        SLOTS=_DIGEST_SLOTS,
-    )  # fmt: skip
+    digest = torch.zeros(DIGEST_SLOTS, dtype=torch.int64, device=layers.device)
+    if num_tokens:
+        words = wire.view(torch.uint8).view(torch.int64)
+        move_kv(cache, block_table, token_start, token_end, words, digest, pack=pack)
     return digest

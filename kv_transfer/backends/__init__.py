@@ -9,39 +9,51 @@ from pathlib import Path
 from kv_transfer.backends.base import Backend
 
 BACKENDS = {
+    "cuda_ipc": "kv_transfer.backends.cuda_ipc:CudaIpcBackend",
     "shm": "kv_transfer.backends.shm:ShmBackend",
     "ucx": "kv_transfer.backends.ucx:UcxBackend",
     "tcp": "kv_transfer.backends.tcp:TcpBackend",
 }
 """Best first."""
+OF_DEVICES = ("cuda_ipc",)
+"""Those that take the engine's device."""
 AUTO = "auto"
 
 
-def load(name: str) -> Backend:
-    """Raises:
-    ValueError: no such backend; names those that there are.
+def load(name: str, device: str = "cpu") -> Backend:
+    """``device``: the engine's.
+
+    Raises:
+        ValueError: no such backend, or not for this device; names those that there are.
     """
     try:
         module, _, attribute = BACKENDS[name].partition(":")
     except KeyError:
         raise ValueError(f"transfer backend {name!r} is not known: use one of {', '.join(BACKENDS)}") from None
-    backend: Backend = getattr(import_module(module), attribute)()
+    make = getattr(import_module(module), attribute)
+    backend: Backend = make(device) if name in OF_DEVICES else make()
     return backend
 
 
-def load_all(transfer: str) -> dict[str, Backend]:
+def load_all(transfer: str, device: str = "cpu") -> dict[str, Backend]:
     """What ``--transfer`` names, best first: one backend, or with "auto" all that this machine gains from.
 
     Between hosts without RDMA devices, ucx moves its bytes over TCP too, and costs a second to load: tcp does for them.
 
     Raises:
-        ValueError: no such backend; names those that there are.
+        ValueError: no such backend, or not for this device.
     """
     names = [transfer]
     if transfer == AUTO:
-        names = [name for name in BACKENDS if name != "ucx" or (has_rdma() and find_spec("ucxx"))]
-    return {name: load(name) for name in names}
+        names = [name for name in BACKENDS if _is_gain(name, device.partition(":")[0])]
+    return {name: load(name, device) for name in names}
 
 
 def has_rdma() -> bool:
     return any(Path("/sys/class/infiniband").glob("*"))
+
+
+def _is_gain(name: str, device_type: str) -> bool:
+    if name in OF_DEVICES:
+        return device_type == "cuda"
+    return name != "ucx" or (has_rdma() and find_spec("ucxx") is not None)

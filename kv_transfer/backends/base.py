@@ -15,15 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 from kv_transfer.segment import SealedSegment
-from kv_transfer.staging import StagingArena, StagingSlot
+from kv_transfer.staging import SlotPool, StagingSlot
 from pdserve.v1 import kv_pb2
 
 OnDone = Callable[[str | None], None]
 """Called with None when sent, else with the reason why not."""
 OnLost = Callable[[str], None]
+Memory = Literal["host", "device"]
 Wakeup = Callable[[], None]
 
 
@@ -38,8 +39,10 @@ class Channel(Protocol):
 class SegmentSender(Protocol):
     """The sender's side of a backend."""
 
-    host_probe: str
-    """What a receiver on the same host, and no other, can open (``can_reach``); empty: none is needed."""
+    arena: SlotPool
+    """Where the payloads of its segments are."""
+    probe: str
+    """What receivers that this sender reaches, and no others, can open (``unreachable``); empty: none is needed."""
 
     def connect(self, endpoint: str, hello: kv_pb2.DataHello, on_lost: OnLost) -> Channel:
         """Returns at once. ``on_lost`` is called at most once, also when it never connects; not after ``close``."""
@@ -52,7 +55,7 @@ class SegmentSender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A whole segment in the receiver's staging. Whoever gets it gives the slot back."""
+    """A whole segment, in the receiver's staging or where it can read it. Whoever gets it gives the slot back."""
 
     sender: kv_pb2.WorkerIdentity
     header_bytes: bytes
@@ -61,7 +64,8 @@ class Arrived:
     slot: StagingSlot
 
     @property
-    def payload(self) -> memoryview:
+    def payload(self) -> Any:
+        """A memoryview, or a DeviceView."""
         return self.slot.view[: self.header.payload_bytes]
 
 
@@ -76,12 +80,15 @@ class ChannelLost:
 class SegmentReceiver(Protocol):
     """The receiver's side of a backend."""
 
+    max_segment_bytes: int
+    """Payload of one segment."""
+
     def listen(self, host: str, advertised_host: str) -> str:
         """Start to take connections; returns the endpoint for tickets, as others reach it."""
         ...
 
-    def can_reach(self, host_probe: str) -> bool:
-        """Whether a sender with this probe can use this backend to us. Returns at once."""
+    def unreachable(self, probe: str) -> str:
+        """Why a sender with this probe cannot use this backend to us; empty: it can. Returns at once."""
         ...
 
     def poll(self) -> list[Arrived | ChannelLost]:
@@ -98,10 +105,15 @@ class SegmentReceiver(Protocol):
 class Backend(Protocol):
     """What a registered backend class offers."""
 
-    def sender(self, arena: StagingArena) -> SegmentSender:
+    memory: Memory
+    """Of which kind the arenas have to be."""
+
+    def sender(self, arena: Any) -> SegmentSender:
         """``arena``: where the payloads of its segments are."""
         ...
 
     def receiver(
-        self, me: kv_pb2.WorkerIdentity, layout: kv_pb2.KVLayout, arena: StagingArena, wakeup: Wakeup
-    ) -> SegmentReceiver: ...
+        self, me: kv_pb2.WorkerIdentity, layout: kv_pb2.KVLayout, arena: Any, wakeup: Wakeup
+    ) -> SegmentReceiver:
+        """``arena``: where segments are received; a backend that leaves them with the sender has no use for it."""
+        ...

@@ -17,7 +17,7 @@ from kv_transfer.backends.socket_channel import PREFIX, SocketSettings
 from kv_transfer.backends.socket_server import SocketServer
 from kv_transfer.backends.sockets import ConnectionLost, join_endpoint, receive
 from kv_transfer.segment import MAX_HEADER_BYTES, MalformedSegment, parse_header
-from kv_transfer.staging import StagingArena
+from kv_transfer.staging import SlotPool
 from pdserve.v1 import kv_pb2
 
 
@@ -40,18 +40,18 @@ class NetworkReceiver:
         self,
         me: kv_pb2.WorkerIdentity,
         layout: kv_pb2.KVLayout,
-        arena: StagingArena,
+        arena: SlotPool,
         wakeup: Wakeup,
         settings: SocketSettings,
         open_payloads: OpenPayloads,
     ) -> None:
         self._arena = arena
+        self.max_segment_bytes = arena.slot_bytes
         self._settings = settings
         self._open_payloads = open_payloads
         self._server = SocketServer(
             me,
             layout,
-            arena,
             wakeup,
             self._receive,
             max_connections=settings.max_connections,
@@ -69,9 +69,9 @@ class NetworkReceiver:
         self._server.start(listener)
         return join_endpoint(advertised_host, port)
 
-    def can_reach(self, host_probe: str) -> bool:
+    def unreachable(self, probe: str) -> str:
         """The sender connects to us; whether it can, only it will know."""
-        return True
+        return ""
 
     def _receive(self, connected: socket.socket, sender: kv_pb2.WorkerIdentity) -> None:
         with self._open_payloads(connected) as fill:
@@ -91,13 +91,13 @@ class NetworkReceiver:
         header = parse_header(header_bytes)
         if header.payload_bytes != payload_length:
             raise MalformedSegment(f"header says {header.payload_bytes} payload bytes, the wire {payload_length}")
-        slot = self._server.take_slot()
+        slot = self._server.take_slot(self._arena)
         try:
             fill(slot.view[:payload_length], deadline_s)
         except StillWritten:
             raise
         except BaseException:
-            self._arena.give_back(slot)
+            slot.give_back()
             raise
         self._server.arrived(Arrived(sender, header_bytes, header, digest, slot))
         self._server.wakeup()

@@ -2,7 +2,7 @@
 
     listener --> [kv-accept] --> [kv-receive] handshake, then the backend's ``receive`` --> arrivals --poll--> engine
 
-The backend says what a connection carries; this says whose connections there are and how they end. Used by tcp and shm.
+The backend says what a connection carries; this says whose connections there are and how they end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kv_transfer.backends.base import Arrived, ChannelLost, Wakeup
 from kv_transfer.backends.handshake import welcome
 from kv_transfer.backends.sockets import ConnectionLost, configure, set_kernel_timeouts, shutdown
 from kv_transfer.segment import MalformedSegment
-from kv_transfer.staging import StagingArena, StagingSlot
+from kv_transfer.staging import SlotPool, StagingSlot
 from pdserve.v1 import kv_pb2
 
 Receive = Callable[[socket.socket, kv_pb2.WorkerIdentity], None]
@@ -29,7 +29,6 @@ class SocketServer:
         self,
         me: kv_pb2.WorkerIdentity,
         layout: kv_pb2.KVLayout,
-        arena: StagingArena,
         wakeup: Wakeup,
         receive: Receive,
         *,
@@ -41,12 +40,11 @@ class SocketServer:
         self.closing = False
         self._me = me
         self._layout = layout
-        self._arena = arena
         self._receive = receive
         self._max_connections = max_connections
         self._handshake_timeout_s = handshake_timeout_s
         self._stall_timeout_s = stall_timeout_s
-        self._arrivals: queue.SimpleQueue[Arrived | ChannelLost] = queue.SimpleQueue()  # bounded by the arena
+        self._arrivals: queue.SimpleQueue[Arrived | ChannelLost] = queue.SimpleQueue()  # bounded by staging slots
         self._lock = threading.Lock()
         self._connections: dict[threading.Thread, tuple[socket.socket, kv_pb2.WorkerIdentity | None]] = {}
         self._listener: socket.socket | None = None
@@ -61,10 +59,10 @@ class SocketServer:
         """From ``receive``, which also wakes the engine: once for several segments, if it likes."""
         self._arrivals.put(segment)
 
-    def take_slot(self) -> StagingSlot:
+    def take_slot(self, arena: SlotPool) -> StagingSlot:
         """Waiting here is the back-pressure: the socket fills up, then the sender's staging. The engine frees slots."""
         while not self.closing:
-            slot = self._arena.take(timeout_s=1.0)
+            slot = arena.take(timeout_s=1.0)
             if slot is not None:
                 return slot
         raise ConnectionLost("closed")

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 
-from kv_transfer.backends.base import OnLost, Wakeup
+from kv_transfer.backends.base import Memory, OnLost, Wakeup
 from kv_transfer.backends.network_receiver import NetworkReceiver
 from kv_transfer.backends.socket_channel import PREFIX, SocketChannel, SocketSettings
 from kv_transfer.backends.sockets import ConnectionLost, receive_into, send_pieces
@@ -29,11 +29,13 @@ from pdserve.v1 import kv_pb2
 class TcpBackend:
     """Registered as ``tcp``."""
 
+    memory: Memory = "host"
+
     def __init__(self, settings: SocketSettings | None = None) -> None:
         self._settings = settings or SocketSettings()
 
     def sender(self, arena: StagingArena) -> TcpSender:
-        return TcpSender(self._settings)
+        return TcpSender(arena, self._settings)
 
     def receiver(
         self, me: kv_pb2.WorkerIdentity, layout: kv_pb2.KVLayout, arena: StagingArena, wakeup: Wakeup
@@ -42,9 +44,10 @@ class TcpBackend:
 
 
 class TcpSender:
-    host_probe = ""
+    probe = ""
 
-    def __init__(self, settings: SocketSettings) -> None:
+    def __init__(self, arena: StagingArena, settings: SocketSettings) -> None:
+        self.arena = arena
         self._settings = settings
 
     def connect(self, endpoint: str, hello: kv_pb2.DataHello, on_lost: OnLost) -> TcpChannel:

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kv_transfer.backends import has_rdma
-from kv_transfer.backends.base import OnDone, OnLost, Wakeup
+from kv_transfer.backends.base import Memory, OnDone, OnLost, Wakeup
 from kv_transfer.backends.network_receiver import FillView, NetworkReceiver, StillWritten
 from kv_transfer.backends.socket_channel import PREFIX, SocketChannel, SocketSettings
 from kv_transfer.backends.sockets import ConnectionLost, receive, send_pieces
@@ -78,6 +78,8 @@ def load_ucx() -> Any:
 class UcxBackend:
     """Registered as ``ucx``. One UCP context for all channels."""
 
+    memory: Memory = "host"
+
     def __init__(self, settings: SocketSettings | None = None) -> None:
         self._settings = settings or SocketSettings()
         self._ucx = load_ucx()
@@ -85,7 +87,7 @@ class UcxBackend:
         self._context = self._ucx.UCXContext(feature_flags=features)
 
     def sender(self, arena: StagingArena) -> UcxSender:
-        return UcxSender(self._settings, self._worker)
+        return UcxSender(arena, self._settings, self._worker)
 
     def receiver(
         self, me: kv_pb2.WorkerIdentity, layout: kv_pb2.KVLayout, arena: StagingArena, wakeup: Wakeup
@@ -208,9 +210,12 @@ class UcxWorker:
 
 
 class UcxSender:
-    host_probe = ""
+    probe = ""
 
-    def __init__(self, settings: SocketSettings, make_worker: Callable[[socket.socket], UcxWorker]) -> None:
+    def __init__(
+        self, arena: StagingArena, settings: SocketSettings, make_worker: Callable[[socket.socket], UcxWorker]
+    ) -> None:
+        self.arena = arena
         self._settings = settings
         self._make_worker = make_worker
 

@@ -73,7 +73,7 @@ class KVLayout(_message.Message):
     hash_block_tokens: _builtins.int
     wire_version: _builtins.int
     digest_kind: _builtins.str
-    """xxh3_128"""
+    """those that segments may have, with commas between"""
     block_size: _builtins.int
     """May differ."""
     dtype: _builtins.str
@@ -102,7 +102,8 @@ Global___KVLayout: _TypeAlias = KVLayout  # noqa: Y015
 @_typing.final
 class SegmentHeader(_message.Message):
     """One segment on the wire: KV of a token range and a layer range, packed as
-    [layer, 2 (key, value), kv_head, token, head_dim], contiguous. The digest is over this message's bytes and the payload.
+    [layer, 2 (key, value), kv_head, token, head_dim], contiguous. The digest is over this message's bytes and the payload
+    (xxh3_128), or over this message's bytes and the payload's 64-bit block mix (block_mix64, by GPUs).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -118,6 +119,7 @@ class SegmentHeader(_message.Message):
     LAYER_END_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
+    DIGEST_KIND_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     attempt: _builtins.int
     epoch: _builtins.int
@@ -131,6 +133,8 @@ class SegmentHeader(_message.Message):
     layer_end: _builtins.int
     dtype: _builtins.str
     payload_bytes: _builtins.int
+    digest_kind: _builtins.str
+    """xxh3_128 | block_mix64"""
     def __init__(
         self,
         *,
@@ -145,10 +149,11 @@ class SegmentHeader(_message.Message):
         layer_end: _builtins.int = ...,
         dtype: _builtins.str = ...,
         payload_bytes: _builtins.int = ...,
+        digest_kind: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "dtype", b"dtype", "epoch", b"epoch", "index", b"index", "layer_end", b"layer_end", "layer_start", b"layer_start", "payload_bytes", b"payload_bytes", "sender_incarnation", b"sender_incarnation", "token_end", b"token_end", "token_start", b"token_start", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "digest_kind", b"digest_kind", "dtype", b"dtype", "epoch", b"epoch", "index", b"index", "layer_end", b"layer_end", "layer_start", b"layer_start", "payload_bytes", b"payload_bytes", "sender_incarnation", b"sender_incarnation", "token_end", b"token_end", "token_start", b"token_start", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

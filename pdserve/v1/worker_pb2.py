@@ -26,37 +26,41 @@ from pdserve.v1 import inference_pb2 as pdserve_dot_v1_dot_inference__pb2
 from pdserve.v1 import kv_pb2 as pdserve_dot_v1_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/worker.proto\x12\npdserve.v1\x1a\x1apdserve/v1/inference.proto\x1a\x13pdserve/v1/kv.proto\"\xb7\x01\n\x04Open\x12*\n\x06sender\x18\x01 \x01(\x0b\x32\x1a.pdserve.v1.WorkerIdentity\x12$\n\x06layout\x18\x02 \x01(\x0b\x32\x14.pdserve.v1.KVLayout\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\x12\x10\n\x08\x62\x61\x63kends\x18\x05 \x03(\t\x12\x12\n\nhost_probe\x18\x07 \x01(\t\x12\r\n\x05no_kv\x18\x06 \x01(\x08\"\xa3\x01\n\x06Ticket\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12$\n\x06layout\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.KVLayout\x12\x0f\n\x07\x62\x61\x63kend\x18\x04 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x05 \x01(\t\x12\x0f\n\x07lease_s\x18\x06 \x01(\x01\x12\x19\n\x11max_segment_bytes\x18\x07 \x01(\x04\"\x1d\n\x04\x42usy\x12\x15\n\rretry_after_s\x18\x01 \x01(\x01\"\x19\n\x07Refused\x12\x0e\n\x06reason\x18\x01 \x01(\t\"N\n\x0c\x45ndOfPrefill\x12\x14\n\x0cnum_segments\x18\x01 \x01(\r\x12(\n\x0c\x66irst_output\x18\x02 \x01(\x0b\x32\x12.pdserve.v1.Output\"\x06\n\x04\x44one\"\x1e\n\x0cHandoffAbort\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xc4\x02\n\x0cHandoffFrame\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12 \n\x04open\x18\x03 \x01(\x0b\x32\x10.pdserve.v1.OpenH\x00\x12$\n\x06ticket\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.TicketH\x00\x12 \n\x04\x62usy\x18\x05 \x01(\x0b\x32\x10.pdserve.v1.BusyH\x00\x12&\n\x07refused\x18\x06 \x01(\x0b\x32\x13.pdserve.v1.RefusedH\x00\x12\'\n\x03\x65nd\x18\x07 \x01(\x0b\x32\x18.pdserve.v1.EndOfPrefillH\x00\x12 \n\x04\x64one\x18\x08 \x01(\x0b\x32\x10.pdserve.v1.DoneH\x00\x12)\n\x05\x61\x62ort\x18\t \x01(\x0b\x32\x18.pdserve.v1.HandoffAbortH\x00\x42\x06\n\x04\x62ody\"d\n\rHandoffFrames\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.pdserve.v1.WorkerIdentity\x12(\n\x06\x66rames\x18\x02 \x03(\x0b\x32\x18.pdserve.v1.HandoffFrame\"\x0e\n\x0c\x44rainRequest\"G\n\rDrainProgress\x12\x15\n\ropen_requests\x18\x01 \x01(\r\x12\x0e\n\x06left_s\x18\x02 \x01(\x01\x12\x0f\n\x07\x64rained\x18\x03 \x01(\x08\x32O\n\tKVHandoff\x12\x42\n\x06Stream\x12\x19.pdserve.v1.HandoffFrames\x1a\x19.pdserve.v1.HandoffFrames(\x01\x30\x01\x32M\n\x0bWorkerAdmin\x12>\n\x05\x44rain\x12\x18.pdserve.v1.DrainRequest\x1a\x19.pdserve.v1.DrainProgress0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/worker.proto\x12\npdserve.v1\x1a\x1apdserve/v1/inference.proto\x1a\x13pdserve/v1/kv.proto\"\x92\x02\n\x04Open\x12*\n\x06sender\x18\x01 \x01(\x0b\x32\x1a.pdserve.v1.WorkerIdentity\x12$\n\x06layout\x18\x02 \x01(\x0b\x32\x14.pdserve.v1.KVLayout\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\x12\x10\n\x08\x62\x61\x63kends\x18\x05 \x03(\t\x12,\n\x06probes\x18\x08 \x03(\x0b\x32\x1c.pdserve.v1.Open.ProbesEntry\x12\r\n\x05no_kv\x18\x06 \x01(\x08\x1a-\n\x0bProbesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01J\x04\x08\x07\x10\x08R\nhost_probe\"\xa3\x01\n\x06Ticket\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12$\n\x06layout\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.KVLayout\x12\x0f\n\x07\x62\x61\x63kend\x18\x04 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x05 \x01(\t\x12\x0f\n\x07lease_s\x18\x06 \x01(\x01\x12\x19\n\x11max_segment_bytes\x18\x07 \x01(\x04\"\x1d\n\x04\x42usy\x12\x15\n\rretry_after_s\x18\x01 \x01(\x01\"\x19\n\x07Refused\x12\x0e\n\x06reason\x18\x01 \x01(\t\"N\n\x0c\x45ndOfPrefill\x12\x14\n\x0cnum_segments\x18\x01 \x01(\r\x12(\n\x0c\x66irst_output\x18\x02 \x01(\x0b\x32\x12.pdserve.v1.Output\"\x06\n\x04\x44one\"\x1e\n\x0cHandoffAbort\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xc4\x02\n\x0cHandoffFrame\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12 \n\x04open\x18\x03 \x01(\x0b\x32\x10.pdserve.v1.OpenH\x00\x12$\n\x06ticket\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.TicketH\x00\x12 \n\x04\x62usy\x18\x05 \x01(\x0b\x32\x10.pdserve.v1.BusyH\x00\x12&\n\x07refused\x18\x06 \x01(\x0b\x32\x13.pdserve.v1.RefusedH\x00\x12\'\n\x03\x65nd\x18\x07 \x01(\x0b\x32\x18.pdserve.v1.EndOfPrefillH\x00\x12 \n\x04\x64one\x18\x08 \x01(\x0b\x32\x10.pdserve.v1.DoneH\x00\x12)\n\x05\x61\x62ort\x18\t \x01(\x0b\x32\x18.pdserve.v1.HandoffAbortH\x00\x42\x06\n\x04\x62ody\"d\n\rHandoffFrames\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.pdserve.v1.WorkerIdentity\x12(\n\x06\x66rames\x18\x02 \x03(\x0b\x32\x18.pdserve.v1.HandoffFrame\"\x0e\n\x0c\x44rainRequest\"G\n\rDrainProgress\x12\x15\n\ropen_requests\x18\x01 \x01(\r\x12\x0e\n\x06left_s\x18\x02 \x01(\x01\x12\x0f\n\x07\x64rained\x18\x03 \x01(\x08\x32O\n\tKVHandoff\x12\x42\n\x06Stream\x12\x19.pdserve.v1.HandoffFrames\x1a\x19.pdserve.v1.HandoffFrames(\x01\x30\x01\x32M\n\x0bWorkerAdmin\x12>\n\x05\x44rain\x12\x18.pdserve.v1.DrainRequest\x1a\x19.pdserve.v1.DrainProgress0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_OPEN_PROBESENTRY']._loaded_options = None
+  _globals['_OPEN_PROBESENTRY']._serialized_options = b'8\001'
   _globals['_OPEN']._serialized_start=89
-  _globals['_OPEN']._serialized_end=272
-  _globals['_TICKET']._serialized_start=275
-  _globals['_TICKET']._serialized_end=438
-  _globals['_BUSY']._serialized_start=440
-  _globals['_BUSY']._serialized_end=469
-  _globals['_REFUSED']._serialized_start=471
-  _globals['_REFUSED']._serialized_end=496
-  _globals['_ENDOFPREFILL']._serialized_start=498
-  _globals['_ENDOFPREFILL']._serialized_end=576
-  _globals['_DONE']._serialized_start=578
-  _globals['_DONE']._serialized_end=584
-  _globals['_HANDOFFABORT']._serialized_start=586
-  _globals['_HANDOFFABORT']._serialized_end=616
-  _globals['_HANDOFFFRAME']._serialized_start=619
-  _globals['_HANDOFFFRAME']._serialized_end=943
-  _globals['_HANDOFFFRAMES']._serialized_start=945
-  _globals['_HANDOFFFRAMES']._serialized_end=1045
-  _globals['_DRAINREQUEST']._serialized_start=1047
-  _globals['_DRAINREQUEST']._serialized_end=1061
-  _globals['_DRAINPROGRESS']._serialized_start=1063
-  _globals['_DRAINPROGRESS']._serialized_end=1134
-  _globals['_KVHANDOFF']._serialized_start=1136
-  _globals['_KVHANDOFF']._serialized_end=1215
-  _globals['_WORKERADMIN']._serialized_start=1217
-  _globals['_WORKERADMIN']._serialized_end=1294
+  _globals['_OPEN']._serialized_end=363
+  _globals['_OPEN_PROBESENTRY']._serialized_start=300
+  _globals['_OPEN_PROBESENTRY']._serialized_end=345
+  _globals['_TICKET']._serialized_start=366
+  _globals['_TICKET']._serialized_end=529
+  _globals['_BUSY']._serialized_start=531
+  _globals['_BUSY']._serialized_end=560
+  _globals['_REFUSED']._serialized_start=562
+  _globals['_REFUSED']._serialized_end=587
+  _globals['_ENDOFPREFILL']._serialized_start=589
+  _globals['_ENDOFPREFILL']._serialized_end=667
+  _globals['_DONE']._serialized_start=669
+  _globals['_DONE']._serialized_end=675
+  _globals['_HANDOFFABORT']._serialized_start=677
+  _globals['_HANDOFFABORT']._serialized_end=707
+  _globals['_HANDOFFFRAME']._serialized_start=710
+  _globals['_HANDOFFFRAME']._serialized_end=1034
+  _globals['_HANDOFFFRAMES']._serialized_start=1036
+  _globals['_HANDOFFFRAMES']._serialized_end=1136
+  _globals['_DRAINREQUEST']._serialized_start=1138
+  _globals['_DRAINREQUEST']._serialized_end=1152
+  _globals['_DRAINPROGRESS']._serialized_start=1154
+  _globals['_DRAINPROGRESS']._serialized_end=1225
+  _globals['_KVHANDOFF']._serialized_start=1227
+  _globals['_KVHANDOFF']._serialized_end=1306
+  _globals['_WORKERADMIN']._serialized_start=1308
+  _globals['_WORKERADMIN']._serialized_end=1385
 # @@protoc_insertion_point(module_scope)

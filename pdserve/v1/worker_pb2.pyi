@@ -34,18 +34,36 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class Open(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class ProbesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     SENDER_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     BACKENDS_FIELD_NUMBER: _builtins.int
-    HOST_PROBE_FIELD_NUMBER: _builtins.int
+    PROBES_FIELD_NUMBER: _builtins.int
     NO_KV_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     timeout_s: _builtins.float
     """left until the request's deadline"""
-    host_probe: _builtins.str
-    """what only a process of the sender's host can open (shm)"""
     no_kv: _builtins.bool
     """the first token will end the request: nothing to reserve, nothing to send"""
     @_builtins.property
@@ -56,6 +74,10 @@ class Open(_message.Message):
     def backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """that the sender can use, best first"""
 
+    @_builtins.property
+    def probes(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """by backend: what a receiver tries to open, to see whether this one reaches it"""
+
     def __init__(
         self,
         *,
@@ -64,12 +86,12 @@ class Open(_message.Message):
         prompt_tokens: _builtins.int = ...,
         timeout_s: _builtins.float = ...,
         backends: _abc.Iterable[_builtins.str] | None = ...,
-        host_probe: _builtins.str = ...,
+        probes: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         no_kv: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "host_probe", b"host_probe", "layout", b"layout", "no_kv", b"no_kv", "prompt_tokens", b"prompt_tokens", "sender", b"sender", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "layout", b"layout", "no_kv", b"no_kv", "probes", b"probes", "prompt_tokens", b"prompt_tokens", "sender", b"sender", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

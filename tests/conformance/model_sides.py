@@ -58,7 +58,7 @@ class Arena:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.slot_bytes = SEGMENT_BYTES
-        self.free = [StagingSlot(i, memoryview(bytearray(SEGMENT_BYTES))) for i in range(num_slots)]
+        self.free = [StagingSlot(i, memoryview(bytearray(SEGMENT_BYTES)), self.give_back) for i in range(num_slots)]
 
     def try_take(self) -> StagingSlot | None:
         return self.free.pop() if self.free else None
@@ -89,9 +89,10 @@ class Channel:
 
 
 class SenderBackend:
-    host_probe = ""
+    probe = ""
 
-    def __init__(self, channels: list[Channel]) -> None:
+    def __init__(self, channels: list[Channel], arena: Arena) -> None:
+        self.arena = arena
         self._channels = channels
 
     def connect(self, endpoint: str, hello: kv_pb2.DataHello, on_lost: OnLost) -> Channel:
@@ -103,14 +104,16 @@ class SenderBackend:
 
 
 class ReceiverBackend:
+    max_segment_bytes = SEGMENT_BYTES
+
     def __init__(self) -> None:
         self.arrivals: list[Arrived | ChannelLost] = []
 
     def listen(self, host: str, advertised_host: str) -> str:
         return "d"
 
-    def can_reach(self, host_probe: str) -> bool:
-        return True
+    def unreachable(self, probe: str) -> str:
+        return ""
 
     def poll(self) -> list[Arrived | ChannelLost]:
         out, self.arrivals = self.arrivals, []
@@ -143,8 +146,7 @@ class P:
             me,
             LAYOUT,
             self,
-            {"x": SenderBackend(self.channels)},
-            self.arena,  # type: ignore[arg-type]
+            {"x": SenderBackend(self.channels, self.arena)},  # type: ignore[dict-item]
             lambda: None,
             world.clock,
             lease_s=LEASE_S,
@@ -182,10 +184,9 @@ class P:
     def ticket_deferred(self, request_id: str, retry_after_s: float) -> None:
         self.deferred.add(request_id)
 
-    def pack(self, request_id: str, part: KVRange, out: memoryview) -> int:
+    def pack(self, request_id: str, part: KVRange, out: memoryview) -> None:
         require(request_id in self.blocks, "law 2: nothing is packed from blocks that were freed")
-        out[:SEGMENT_BYTES] = tag(self.worker_id, self.incarnation, request_id)
-        return SEGMENT_BYTES
+        out[:] = tag(self.worker_id, self.incarnation, request_id)
 
     def transfer_done(self, request_id: str) -> None:
         self._end(request_id, "done")
@@ -225,7 +226,7 @@ class D:
             LAYOUT,
             self,
             {"x": (self.backend, "d")},
-            self.arena,  # type: ignore[arg-type]
+            lambda: None,
             world.clock,
             ReceiverSettings(lease_s=LEASE_S, park_s=LEASE_S, stall_timeout_s=LEASE_S),
         )

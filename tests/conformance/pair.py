@@ -144,6 +144,11 @@ class Pair:
         assert isinstance(found, dict)
         return found
 
+    def is_held_back(self) -> bool:
+        """Staging is full: the receiver's, or, where segments stay with their sender until read, the sender's."""
+        side = self.p if self.p.config.backend == "cuda_ipc" else self.d
+        return self.stats(side)["staging_bytes"] == side.config.slots * side.config.slot_bytes
+
     def assert_published(self, job: Job) -> None:
         """D has what P had, to the bit, converted to D's dtype."""
         (event,) = self.d.of("published", job.name)

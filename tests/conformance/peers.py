@@ -1,5 +1,7 @@
 """The two ends of a transfer as real processes: real Sender and Receiver, real backend, real KV memory, a toy engine.
 
+On a GPU the KV memory is there, and packed and unpacked by it, as in the engines.
+
 Driven by the test through a pipe (``pair.Pair``), which also carries the control stream's frames. Blocks are given out
 in random order and scribbled over when they are freed, so that whatever is read or written too late shows. A process
 lives through many configurations, one after the other: starting one takes seconds.
@@ -16,14 +18,16 @@ from multiprocessing.connection import Connection, wait
 import torch
 
 from engine.kv_cache import KVCache
+from engine.wire_memory import WireMemory
 from kv_transfer import backends
-from kv_transfer.backends.base import Channel, OnDone, OnLost, SegmentSender
+from kv_transfer.backends.base import Backend, Channel, OnDone, OnLost, SegmentSender
+from kv_transfer.copies import DeviceCopy
 from kv_transfer.layout import KVRange, make_layout
 from kv_transfer.protocol import Frame
 from kv_transfer.receiver import Receiver, ReceiverSettings
 from kv_transfer.segment import SealedSegment
 from kv_transfer.sender import Sender
-from kv_transfer.staging import StagingArena
+from kv_transfer.staging import DeviceView, SlotPool, StagingArena, address_of
 from kv_transfer.transfer import Moved, TransferKey
 from pdserve.v1 import kv_pb2
 
@@ -37,6 +41,7 @@ class Config:
 
     backend: str
     worker_id: str
+    device: str = "cpu"
     incarnation: int = 1
     block_size: int = 16
     dtype: str = "float32"
@@ -109,7 +114,7 @@ class Pool:
             block_size=config.block_size,
             head_dim=DIM,
             dtype=self.dtype,
-            device=torch.device("cpu"),
+            device=torch.device(config.device),
         )
         self.free = list(range(config.num_blocks))
         random.Random(7).shuffle(self.free)
@@ -123,22 +128,25 @@ class Pool:
         return True
 
     def release(self, name: str) -> None:
+        if name in self.tables and self.cache.copies is not None:
+            self.cache.copies.join()
         for block in self.tables.pop(name, []):
             for layer in self.cache.layers:
                 layer[block].fill_(float("nan"))
             self.free.append(block)
 
     def write(self, name: str, kv: torch.Tensor, start: int, end: int, layer_start: int, layer_end: int) -> None:
-        part = kv[layer_start:layer_end, :, :, start:end].to(self.dtype).contiguous()
+        part = kv[layer_start:layer_end, :, :, start:end].to(self.cache.layers[0]).contiguous()
         self.cache.unpack(
             self.tables[name], start, end, layer_start, layer_end, part.view(torch.uint8).flatten(), self.dtype
         )
 
     def read(self, name: str, tokens: int) -> bytes:
         """All of it, canonical, in the pool's own dtype."""
-        out = torch.empty(self.cache.packed_bytes(tokens, LAYERS, self.dtype), dtype=torch.uint8)
+        size = self.cache.packed_bytes(tokens, LAYERS, self.dtype)
+        out = torch.empty(size, dtype=torch.uint8, device=self.cache.layers[0].device)
         self.cache.pack(self.tables[name], 0, tokens, 0, LAYERS, out, self.dtype)
-        return out.numpy().tobytes()
+        return out.cpu().numpy().tobytes()
 
 
 class Tampering:
@@ -146,7 +154,7 @@ class Tampering:
 
     def __init__(self, inner: SegmentSender, what: str) -> None:
         self._inner = inner
-        self.host_probe = inner.host_probe
+        self.arena, self.probe = inner.arena, inner.probe
         self.close = inner.close
         self.what = what
         self.count = 0
@@ -170,7 +178,7 @@ class TamperingChannel:
             return
         match self.plan.what:
             case "flip":
-                segment.payload[len(segment.payload) // 2] ^= 1
+                flip_byte(segment.payload[len(segment.payload) // 2 :][:1])
                 self.inner.send(segment, on_done)
             case "header":
                 header = bytearray(segment.header)
@@ -194,8 +202,12 @@ class Peer:
     def __init__(self, conn: Connection, config: Config) -> None:
         self.conn = conn
         self.config = config
+        if config.device != "cpu":
+            torch.cuda.set_device(config.device)
         self.pool = Pool(config)
-        self.arena = StagingArena(config.slots, config.slot_bytes)
+        self.copies = self.pool.cache.copies
+        self.backend = backends.load(config.backend, config.device)
+        self.arena = make_arena(self.backend, config)
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self.jobs: dict[str, Job] = {}
         self.next_config: Config | None = None
@@ -235,7 +247,7 @@ class Peer:
 class SenderPeer(Peer):
     def __init__(self, conn: Connection, config: Config) -> None:
         super().__init__(conn, config)
-        backend = backends.load(config.backend).sender(self.arena)
+        backend = self.backend.sender(self.arena)
         if config.tamper:
             backend = Tampering(backend, config.tamper)
         self.sender = Sender(
@@ -243,7 +255,6 @@ class SenderPeer(Peer):
             config.layout(),
             self,
             {config.backend: backend},
-            self.arena,
             self.wakeup,
             time.monotonic,
             lease_s=config.lease_s,
@@ -274,6 +285,8 @@ class SenderPeer(Peer):
         for layer in range(0, LAYERS, job.layers_at_once):
             layer_end = min(layer + job.layers_at_once, LAYERS)
             self.pool.write(name, kv, start, end, layer, layer_end)
+            if self.copies is not None:
+                self.copies.follow()
             self.sender.kv_computed(name, KVRange(start, end, layer, layer_end))
         if name not in self.computed:
             return  # failed meanwhile
@@ -335,9 +348,13 @@ class SenderPeer(Peer):
     def ticket_deferred(self, request_id: str, retry_after_s: float) -> None:
         self.tell("busy", request_id)
 
-    def pack(self, request_id: str, part: KVRange, out: memoryview) -> int:
-        staging = torch.frombuffer(out, dtype=torch.uint8)
-        return self.pool.cache.pack(self.pool.tables[request_id], *part, staging, self.pool.dtype)
+    def pack(self, request_id: str, part: KVRange, out: memoryview | DeviceView) -> DeviceCopy | None:
+        table = self.pool.tables[request_id]
+        if self.copies is not None:
+            return self.copies.pack(table, *part, WireMemory(address_of(out), len(out)))
+        assert isinstance(out, memoryview)
+        self.pool.cache.pack(table, *part, torch.frombuffer(out, dtype=torch.uint8), self.pool.dtype)
+        return None
 
     def transfer_done(self, request_id: str) -> None:
         self.end(request_id)
@@ -356,16 +373,17 @@ class SenderPeer(Peer):
 class ReceiverPeer(Peer):
     def __init__(self, conn: Connection, config: Config) -> None:
         super().__init__(conn, config)
-        receiver = backends.load(config.backend).receiver(config.identity(), config.layout(), self.arena, self.wakeup)
+        receiver = self.backend.receiver(config.identity(), config.layout(), self.arena, self.wakeup)
         endpoint = receiver.listen("127.0.0.1", "127.0.0.1")
         self.receiver = Receiver(
             config.identity(),
             config.layout(),
             self,
             {config.backend: (receiver, endpoint)},
-            self.arena,
+            self.wakeup,
             time.monotonic,
             ReceiverSettings(lease_s=config.lease_s, stall_timeout_s=config.stall_timeout_s),
+            device_writes=self.copies is not None,
         )
         self.is_deaf = False
         tell_ready(conn)
@@ -418,8 +436,11 @@ class ReceiverPeer(Peer):
             self.pool.write(request_id, job.kv(), 0, job.cached, 0, LAYERS)
         return job.cached
 
-    def write_kv(self, request_id: str, part: KVRange, payload: memoryview, dtype: str) -> None:
-        self.pool.cache.unpack(self.pool.tables[request_id], *part, payload, getattr(torch, dtype))
+    def write_kv(
+        self, request_id: str, part: KVRange, payload: memoryview | DeviceView, dtype: str
+    ) -> DeviceCopy | None:
+        wire = payload if self.copies is None else WireMemory(address_of(payload), len(payload))
+        return self.pool.cache.unpack(self.pool.tables[request_id], *part, wire, getattr(torch, dtype))
 
     def publish(self, request_id: str, first_output: bytes, moved: Moved) -> None:
         self.tell("published", request_id, self.pool.read(request_id, self.jobs[request_id].tokens), first_output)
@@ -444,6 +465,29 @@ class ReceiverPeer(Peer):
 
     def release(self, request_id: str) -> None:
         raise AssertionError("nothing was taken over")
+
+
+def make_arena(backend: Backend, config: Config) -> SlotPool:
+    if config.device == "cpu":
+        return StagingArena(config.slots, config.slot_bytes)
+    from kv_transfer.cuda import CudaRuntime, CudaStaging
+
+    runtime = CudaRuntime(config.device)
+    if backend.memory == "device":
+        return CudaStaging(runtime, config.slots, config.slot_bytes)
+    arena = StagingArena(config.slots, config.slot_bytes)
+    runtime.pin(arena)
+    return arena
+
+
+def flip_byte(view: memoryview | DeviceView) -> None:
+    if isinstance(view, memoryview):
+        view[0] ^= 1
+        return
+    from kv_transfer.cuda import CudaRuntime
+
+    runtime = CudaRuntime("cuda")
+    runtime.write(view.address, bytes([runtime.read(view.address, 1)[0] ^ 1]))
 
 
 def tell_ready(conn: Connection) -> None:

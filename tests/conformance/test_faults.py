@@ -56,7 +56,7 @@ def test_abort_while_the_receiver_is_in_a_long_step(pair: Pair) -> None:
     job = Job("long-step", 1000)
     pair.d.command("deaf", True)
     pair.start(job)
-    pair.run_until(lambda: pair.stats(pair.d)["staging_bytes"] == 4 * 64 * 1024, "the receiver's staging is full")
+    pair.run_until(pair.is_held_back, "staging is full")
     pair.d.command("abort", job.name)
     assert pair.stats(pair.d)["used_blocks"] == 0  # at once, whatever is still in staging
     pair.d.command("deaf", False)

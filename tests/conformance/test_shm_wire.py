@@ -18,13 +18,14 @@ import pytest
 
 from kv_transfer.backends.base import Arrived, ChannelLost
 from kv_transfer.backends.handshake import greet
-from kv_transfer.backends.shm import ANSWER, MEMORY, PLACE, ShmBackend, ShmReceiver, ShmSettings, socket_name
+from kv_transfer.backends.mapped import ANSWER, PLACE, MappedSettings, socket_name
+from kv_transfer.backends.shm import MEMORY, ShmBackend, ShmReceiver
 from kv_transfer.layout import make_layout
 from kv_transfer.segment import SealedSegment, digest, seal
 from kv_transfer.staging import StagingArena
 from pdserve.v1 import kv_pb2
 
-SETTINGS = ShmSettings(handshake_timeout_s=0.5, stall_timeout_s=0.5)
+SETTINGS = MappedSettings(handshake_timeout_s=0.5, stall_timeout_s=0.5)
 SLOT_BYTES = 64 * 1024
 ME = kv_pb2.WorkerIdentity(worker_id="d", incarnation=9)
 LAYOUT = make_layout(
@@ -203,9 +204,9 @@ def test_a_stranger_to_the_staging_is_an_error_here(sending: Sending) -> None:
 
 
 def test_only_the_same_host_is_reached(receiving: Receiving, sending: Sending) -> None:
-    assert receiving.receiver.can_reach(sending.sender.host_probe)
-    assert not receiving.receiver.can_reach("@pdserve-probe-of-another-host")
-    assert not receiving.receiver.can_reach("")
+    assert not receiving.receiver.unreachable(sending.sender.probe)
+    assert "network namespace" in receiving.receiver.unreachable("@pdserve-probe-of-another-host")
+    assert receiving.receiver.unreachable("")
 
 
 @pytest.mark.parametrize("who", ["receiver", "sender"])
@@ -218,7 +219,7 @@ sending = Sending(receiving.endpoint)
 segment = sending.segment(0, b"x" * 100)
 sending.channel.send(segment, sending.done.append)
 receiving.wait("the segment", lambda: bool(receiving.segments))
-print(receiving.endpoint if {who!r} == "receiver" else sending.sender.host_probe, flush=True)
+print(receiving.endpoint if {who!r} == "receiver" else sending.sender.probe, flush=True)
 time.sleep(60)
 """
     before = set(os.listdir("/dev/shm"))

@@ -59,7 +59,7 @@ def test_a_busy_engine_holds_the_sender_back_and_loses_nothing(pair: Pair) -> No
     job = Job("deaf", 1000)
     pair.d.command("deaf", True)
     pair.start(job)
-    pair.run_until(lambda: pair.stats(pair.d)["staging_bytes"] == 4 * 64 * 1024, "the receiver's staging is full")
+    pair.run_until(pair.is_held_back, "staging is full")
     assert not pair.d.of("published", job.name)
     pair.d.command("deaf", False)
     pair.run_to_end(job)

@@ -19,11 +19,12 @@ from engine.kernels import elementwise, reference
 from engine.kernels.cascade_attention import CascadePlan
 from engine.kernels.cascade_plan import CascadeCost
 from engine.kernels.decode_attention import DecodePlan, paged_decode
-from engine.kernels.kv_pack import digest_value, digest_words, pack_kv, unpack_kv
+from engine.kernels.kv_pack import DIGEST_SLOTS, copy_words, digest_value, pack_kv, unpack_kv
 from engine.kernels.noise import gumbel_noise, noise_key
 from engine.kernels.prefill_attention import paged_prefill
 from engine.kernels.sampling import DrawParams, TokenDrawer, penalise
 from engine.kernels.skinny_gemm import SkinnyLinear, SkinnyTiling
+from kv_transfer.block_mix import mix_words
 
 NAN = float("nan")
 
@@ -281,8 +282,8 @@ def check_kv_pack(
     digest = digest_value(pack_kv(cache[1:3], table, start, end, wire))
     assert torch.equal(wire, gathered.view(torch.uint8).flatten())
     words = wire.cpu().numpy().view(np.uint64)
-    assert digest == digest_words(words)
-    assert digest == (digest_words(words[:100]) + digest_words(words[100:], 100)) % 2**64
+    assert digest == mix_words(words)
+    assert digest == (mix_words(words[:100]) + mix_words(words[100:], 100)) % 2**64
     target = torch.zeros_like(cache)
     assert digest_value(unpack_kv(target[1:3], table, start, end, wire)) == digest
     again = torch.empty_like(wire)
@@ -291,6 +292,10 @@ def check_kv_pack(
     assert int((target != 0).sum()) == int((gathered != 0).sum())
     wire.view(torch.int64)[[0, 5]] = wire.view(torch.int64)[[5, 0]]  # misplaced words are noticed
     assert digest_value(unpack_kv(target[1:3], table, start, end, wire)) != digest
+    copied, sums = torch.zeros_like(wire), torch.zeros(DIGEST_SLOTS, dtype=torch.int64, device=device)
+    copy_words(wire.view(torch.int64), copied.view(torch.int64), sums)
+    assert torch.equal(copied, wire)
+    assert digest_value(sums) == mix_words(wire.cpu().numpy().view(np.uint64))
 
 
 def _tiny(device: torch.device) -> dict[str, Callable[[], None]]:

@@ -97,9 +97,10 @@ class Channel:
 
 
 class SenderBackend:
-    host_probe = ""
+    probe = ""
 
-    def __init__(self) -> None:
+    def __init__(self, arena: StagingArena) -> None:
+        self.arena = arena
         self.channels: list[Channel] = []
 
     def connect(self, endpoint: str, hello: kv_pb2.DataHello, on_lost: OnLost) -> Channel:
@@ -111,15 +112,16 @@ class SenderBackend:
 
 
 class ReceiverBackend:
-    def __init__(self) -> None:
+    def __init__(self, max_segment_bytes: int) -> None:
+        self.max_segment_bytes = max_segment_bytes
         self.arrivals: list[Arrived | ChannelLost] = []
         self.dropped: list[tuple[str, int]] = []
 
     def listen(self, host: str, advertised_host: str) -> str:
         return f"{advertised_host}:1"
 
-    def can_reach(self, host_probe: str) -> bool:
-        return True
+    def unreachable(self, probe: str) -> str:
+        return ""
 
     def poll(self) -> list[Arrived | ChannelLost]:
         out, self.arrivals = self.arrivals, []
@@ -157,13 +159,12 @@ class SenderPort:
     def ticket_deferred(self, request_id: str, retry_after_s: float) -> None:
         self.deferred[request_id] = retry_after_s
 
-    def pack(self, request_id: str, part: KVRange, out: memoryview) -> int:
+    def pack(self, request_id: str, part: KVRange, out: memoryview) -> None:
         kv = self.kv[request_id]  # KeyError: packed after its blocks were freed
         piece = kv[part.layer_start : part.layer_end, :, :, part.token_start : part.token_end]
         data = np.ascontiguousarray(piece).tobytes()
-        out[: len(data)] = data
+        out[:] = data
         self.packs += 1
-        return len(data)
 
     def transfer_done(self, request_id: str) -> None:
         self._free(request_id)
@@ -282,14 +283,13 @@ class World:
         self.d_arena = StagingArena(slots, slot_bytes)
         self.p_port = SenderPort(self.to_d)
         self.d_port = ReceiverPort(self.to_p)
-        self.p_backend = SenderBackend()
-        self.d_backend = ReceiverBackend()
+        self.p_backend = SenderBackend(self.p_arena)
+        self.d_backend = ReceiverBackend(slot_bytes)
         self.sender = Sender(
             P,
             sender_layout or layout(),
             self.p_port,
             {"tcp": self.p_backend},
-            self.p_arena,
             lambda: self.wakeups.update(["p"]),
             self.clock,
             lease_s=LEASE_S,
@@ -299,7 +299,7 @@ class World:
             receiver_layout or layout(),
             self.d_port,
             {"tcp": (self.d_backend, "d:1")},
-            self.d_arena,
+            lambda: self.wakeups.update(["d"]),
             self.clock,
             ReceiverSettings(lease_s=LEASE_S, keep_s=KEEP_S),
         )

@@ -1,0 +1,61 @@
+"""Copies that a device makes by itself, and the thread that waits for them: the engine's own never does.
+
+    engine: starts a copy --> [kv-copies] waits for it --> what comes next: seal and send (P), let go of the source (D)
+
+Copies of one engine run on one stream, in order, so one thread can wait for one after the other.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+CLOSE_S = 1.0
+
+
+class DeviceCopy(Protocol):
+    """Between the KV pool and staging, started and perhaps not over."""
+
+    def wait(self) -> int:
+        """Until it is over; the block mix of what was copied. Called once, on any thread."""
+        ...
+
+
+class CopyWaiter:
+    """Bounded by the staging slots that the copies are from or to."""
+
+    def __init__(self, wakeup: Callable[[], None]) -> None:
+        self._wakeup = wakeup
+        self._started: queue.SimpleQueue[tuple[DeviceCopy, Callable[[int], None]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def when_done(self, copy: DeviceCopy, then: Callable[[int], None]) -> None:
+        """Call ``then`` with the block mix, on this object's thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kv-copies", daemon=True)
+            self._thread.start()
+        self._started.put((copy, then))
+
+    def check(self) -> None:
+        """Raises what went wrong: after an error of the device nothing that it holds can be trusted."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Let what was started end."""
+        if self._thread is not None:
+            self._started.put(None)
+            self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        while (item := self._started.get()) is not None:
+            copy, then = item
+            try:
+                then(copy.wait())
+            except Exception as error:  # of any library below: the engine's thread gets it from check()
+                self._error = error
+                self._wakeup()
+                return
