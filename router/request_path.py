@@ -126,6 +126,7 @@ class RequestPath:
                 avoid.update(suspects)
                 self._keep = set() if attempt.has_tokens else set(attempt.keys.values()).difference(suspects)
                 if not self._may_retry(failed, attempt, avoid):
+                    abort_reason = "failed"
                     return pb.Output(
                         request_id=self._request_id,
                         finish=pb.Finish(reason=pb.FINISH_REASON_ERROR, failure=failed.failure),

@@ -644,7 +644,7 @@ class Abort(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     reason: _builtins.str
-    """stop | client | deadline | slow_consumer | retry (another attempt follows, maybe to the same decode worker)"""
+    """stop | client | deadline | slow_consumer | failed | retry (another attempt follows, maybe to the same decode worker)"""
     def __init__(
         self,
         *,
