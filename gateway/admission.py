@@ -24,6 +24,8 @@ class Admission:
         """The gateway leaves: answers close their connections."""
         self.closed = False
         """Nothing new is taken."""
+        self.cut_off = asyncio.Event()
+        """What still runs ends now."""
 
     def enter(self) -> GatewayError | None:
         """Count one; or why not, and then it must not be left."""

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.admission import Admission
-from gateway.errors import GatewayError, draining, internal, invalid
+from gateway.errors import GatewayError, internal, invalid
 
 T = TypeVar("T")
 REQUEST_ID = "x-request-id"
@@ -85,10 +85,6 @@ class RequestGuard:
                 await self._app(scope, receive, send_with_id)
         except ClientDisconnect:
             log.info("client left while sending its request", request_id=request_id)
-        except asyncio.CancelledError:  # the drain is over, and this one was not
-            if status != CLIENT_GONE or not self._admission.draining:
-                raise
-            await error_response(draining())(scope, receive, send_with_id)
         except Exception:
             log.exception("request failed", request_id=request_id, path=scope["path"])
             if status == CLIENT_GONE:

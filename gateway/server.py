@@ -91,19 +91,25 @@ class GatewayServer(uvicorn.Server):
     def _on_signal(self) -> None:
         """The first one begins the drain, a second one ends it."""
         if self._draining is None:
+            self._patience = asyncio.timeout(self._settings.drain_timeout_s)
             self._draining = asyncio.create_task(self._drain(), name="drain")
-        else:
-            self.should_exit = True
+        elif not self._gateway.admission.cut_off.is_set():
+            self._patience.reschedule(asyncio.get_running_loop().time())
 
     async def _drain(self) -> None:
         admission = self._gateway.admission
         admission.draining = True
         log.info("draining", open_requests=admission.num_open, timeout_s=self._settings.drain_timeout_s)
         try:
-            async with asyncio.timeout(self._settings.drain_timeout_s):
+            async with self._patience:
                 await asyncio.sleep(self._settings.lame_duck_s)
                 admission.closed = True
                 await admission.until_idle()
         except TimeoutError:
             log.warning("requests are cut off", open_requests=admission.num_open)
+        admission.closed = True
+        admission.cut_off.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await admission.until_idle()
         self.should_exit = True

@@ -19,7 +19,7 @@ import structlog
 from gateway.admission import Admission
 from gateway.choice import ChoiceDecoder, Delta, PlacedToken
 from gateway.config import GatewayConfig
-from gateway.errors import GatewayError, deadline_exceeded, invalid
+from gateway.errors import GatewayError, deadline_exceeded, draining, invalid
 from gateway.model import ServedModel
 from gateway.openai import SamplingFields
 from gateway.records import RecentRequests, RequestRecord
@@ -178,20 +178,27 @@ class Call:
             await self._run_all(choices, on_delta)
 
     async def _run_all(self, choices: Sequence[Choice], on_delta: OnDelta) -> None:
-        """All choices to their end. The first failure, the deadline or a cancel ends them all. Raises GatewayError."""
+        """All choices to their end. The first failure, the deadline, a drain's end or a cancel ends them all.
+
+        Raises GatewayError.
+        """
         self._record.dispatched_s = time.monotonic()
         tasks = [asyncio.create_task(self._run(choice, on_delta)) for choice in choices]
+        all_of_them = asyncio.gather(*tasks)
+        cut_off = asyncio.create_task(self.gateway.admission.cut_off.wait())
+        waiting: list[asyncio.Future[Any]] = [all_of_them, cut_off]
         try:
             async with asyncio.timeout_at(self._deadline_s):
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if not all_of_them.done():
+                raise draining()
+            all_of_them.result()
         except TimeoutError:
             raise deadline_exceeded(self._timeout_s) from None
         finally:
-            for task in tasks:
+            for task in (*tasks, cut_off):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, *waiting, return_exceptions=True)
 
     async def _run(self, choice: Choice, on_delta: OnDelta) -> None:
         async def on_output(output: pb.Output) -> bool:

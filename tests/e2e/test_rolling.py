@@ -184,10 +184,10 @@ def test_two_versions_side_by_side(tmp_path: Path) -> None:
     oracle, expected = answers_of(old)
     other_oracle, other_expected = answers_of(new)
     source = other_version(tmp_path / "source")
-    with running(tmp_path, str(old), worker_flags=WORKER_FLAGS) as cluster:
+    turns = ("--policy", "round_robin")  # so that each pair gets its part
+    with running(tmp_path, str(old), worker_flags=WORKER_FLAGS, router_flags=turns) as cluster:
 
         def ask() -> list[list[int]]:
-            """Round robin would be half and half; the default policy spreads what nobody has cached."""
             return [answer.token_ids for answer in complete_all(cluster.url, PROMPTS * 2, 6, max_tokens=MAX_TOKENS)]
 
         def assert_each_pair_worked(*names: str) -> None:

@@ -179,7 +179,24 @@ async def test_what_does_not_end_is_cut_off(model: ServedModel, model_dir: Path,
             gateway.terminate()
         cut_off = await asking
         assert (cut_off.status_code, cut_off.json()["error"]["code"]) == (503, "draining")
-        await eventually(lambda: not router.server.sessions)
+        await router.wait_aborts(1)
+        assert await gateway.exit_status() == 0
+
+
+async def test_a_stream_that_is_cut_off_says_so(model: ServedModel, model_dir: Path) -> None:
+    router = FakeRouter(text_script(model, "one two three four", pause_after=2))
+    async with (
+        running_router(router),
+        gateway_process(model_dir, router, "--drain-timeout-s", "0.3") as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=20) as http,
+        http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as response,
+    ):
+        lines = response.aiter_lines()
+        assert "text" in await anext(lines)
+        gateway.terminate()
+        *_, last = [line async for line in lines if line]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "draining"
+        await router.wait_aborts(1)
         assert await gateway.exit_status() == 0
 
 
