@@ -52,6 +52,8 @@ class GatewayServer(uvicorn.Server):
         self._settings = config
         self._grpc: grpc.aio.Server | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._patience: asyncio.Timeout | None = None
+        """Of the drain with what runs."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Raises OSError when the gRPC port cannot be had."""
@@ -93,7 +95,7 @@ class GatewayServer(uvicorn.Server):
         if self._draining is None:
             self._patience = asyncio.timeout(self._settings.drain_timeout_s)
             self._draining = asyncio.create_task(self._drain(), name="drain")
-        elif not self._gateway.admission.cut_off.is_set():
+        elif self._patience is not None and not self._gateway.admission.cut_off.is_set():
             self._patience.reschedule(asyncio.get_running_loop().time())
 
     async def _drain(self) -> None:
@@ -101,7 +103,7 @@ class GatewayServer(uvicorn.Server):
         admission.draining = True
         log.info("draining", open_requests=admission.num_open, timeout_s=self._settings.drain_timeout_s)
         try:
-            async with self._patience:
+            async with asyncio.timeout(self._settings.drain_timeout_s) as self._patience:
                 await asyncio.sleep(self._settings.lame_duck_s)
                 admission.closed = True
                 await admission.until_idle()
