@@ -232,7 +232,8 @@ class EngineProcess:
         self._outbox.close()
         # Waits for what is queued, LAST_WORDS_S at most.
         self._context.term()
-        os.close(self._wake_fd)
+        # ``_wake_fd`` stays open: threads of the hand-off ring it until the process ends, and its number must not be
+        # another file's by then.
 
     def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
         self._stopping = True
