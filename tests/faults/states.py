@@ -162,7 +162,7 @@ STATES = (
         lambda m: m.more("decode", "vllm:num_preemptions_total") >= 1 and m.now("decode", WAITING) >= 1,
         links=lambda fleet: _cut(*(link for link in fleet.links("router", "decode") if link.endswith("decode-1"))),
         num_requests=2,
-        deadline_s=8.0,
+        deadline_s=4.0,
     ),
     State(
         "draining",
