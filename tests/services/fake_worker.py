@@ -93,6 +93,22 @@ class FakeWorker:
             task.cancel()
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
 
+    async def drain(self) -> None:
+        """Leave as a real worker does that waits for nothing: everything is handed back."""
+        self.draining = self.sessions.draining = True
+        for (session, request_id), task in list(self.tasks.items()):
+            task.cancel()
+            session.send([terminal.aborted(request_id, "it leaves")])
+        registry = WorkerRegistry(self.redis_url)
+        if self.lease is not None:
+            self.lease.cancel()
+            await asyncio.gather(self.lease, return_exceptions=True)
+        with contextlib.suppress(RegistryUnavailable):
+            await registry.remove(self.worker_id, self.identity.incarnation)
+        await registry.close()
+        await self.sessions.flush()
+        await self.stop()
+
     @property
     def record(self) -> WorkerRecord:
         return WorkerRecord(
@@ -122,6 +138,9 @@ class FakeWorker:
                 "output_so_far": len(request.output_so_far),
             }
         )
+        if self.sessions.draining:
+            session.send([terminal.aborted(request.request_id, "it leaves")])
+            return
         key = (session, request.request_id)
         self.tasks[key] = asyncio.create_task(self._answer(session, request))
         self.tasks[key].add_done_callback(lambda _: self.tasks.pop(key))
