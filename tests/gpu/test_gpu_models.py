@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-LARGEST_ERROR, MEAN_ERROR = 0.5, 0.1
+LARGEST_ERROR, MEAN_ERROR = 0.3, 0.08
 """Of bf16 log probabilities among a token's 20 likeliest, against float64."""
 LONG_TOKENS = 131_000
 
