@@ -1,6 +1,6 @@
 """What preemption costs: a decode engine whose pool is too small, with host memory for the preempted and without.
 
-    python -m bench.preemption [--model DIR] [--dtype float32] [--requests 8] [--pool-fraction 0.5]
+    python -m bench.preemption [--model DIR] [--dtype float32] [--requests 8] [--pool-fraction 0.6]
 
 One engine in this process, every request at once. The pool holds ``--pool-fraction`` of what all of them need at their
 end. Outputs are compared: a way that changes a token is an error, not a row.
@@ -22,7 +22,7 @@ from engine.messages import AddRequest, EngineStats, SamplingParams
 from engine.runners import build_runner
 from pdserve.model_store import prepare_default_model
 
-PROMPT_TOKENS, OUTPUT_TOKENS = 256, 128
+PROMPT_TOKENS, OUTPUT_TOKENS = 512, 256
 
 
 @dataclass
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--model", default="")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--requests", type=int, default=8)
-    parser.add_argument("--pool-fraction", type=float, default=0.5)
+    parser.add_argument("--pool-fraction", type=float, default=0.6)
     arguments = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     model = arguments.model or str(prepare_default_model())
