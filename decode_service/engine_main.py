@@ -56,6 +56,7 @@ class DecodeHandoff:
         host: str,
         advertised_host: str,
         transfer: str,
+        data_port: int = 0,
     ) -> None:
         self._process = process
         self._core = core
@@ -63,7 +64,7 @@ class DecodeHandoff:
         device, max_tokens = core.config.device, core.config.max_num_batched_tokens
         self._staging = EngineStaging(device, max_tokens * layout.num_layers * cell_bytes(layout, layout.dtype))
         backends: dict[str, tuple[SegmentReceiver, str]] = {}
-        for name, backend in load_all(transfer, device).items():
+        for name, backend in load_all(transfer, device, data_port).items():
             receiver = backend.receiver(me, layout, self._staging.arena(backend.memory), process.wakeup)
             backends[name] = (receiver, receiver.listen(host, advertised_host))
         self.endpoints = {name: endpoint for name, (_, endpoint) in backends.items()}
@@ -276,7 +277,15 @@ def build(process: EngineProcess, launch: EngineLaunch) -> Engine:
     )
     ready.kv_wire = wire_of(layout)
     handoff = DecodeHandoff(
-        process, core, runner.kv_cache, launch.identity(), layout, launch.host, launch.advertised_host, launch.transfer
+        process,
+        core,
+        runner.kv_cache,
+        launch.identity(),
+        layout,
+        launch.host,
+        launch.advertised_host,
+        launch.transfer,
+        launch.data_port,
     )
     core.receiver = handoff
     ready.data_endpoints = handoff.endpoints

@@ -220,6 +220,7 @@ class WorkerApp:
             host=self._config.host,
             advertised_host=self._config.reachable_host,
             transfer=self._config.transfer,
+            data_port=self._config.data_port,
         )
 
     def _record(self) -> WorkerRecord | None:

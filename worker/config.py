@@ -32,6 +32,8 @@ class WorkerConfig:
     """Those fields of EngineConfig that were given."""
     transfer: str = "auto"
     """How KV moves between workers."""
+    data_port: int = 0
+    """Where KV comes over tcp; 0: at a free port."""
     tls_dir: str = ""
     """Certificate, key and authority for every link of the cluster; empty: no TLS."""
     otlp_endpoint: str = ""
@@ -50,6 +52,8 @@ class WorkerConfig:
             raise ValueError(f"--worker-id {self.worker_id!r}: use a name without spaces")
         if self.host in WILDCARD_HOSTS and not self.advertised_host:
             raise ValueError(f"--host {self.host} is no address that others can reach: add --advertised-host")
+        if self.data_port and (self.transfer not in ("auto", "tcp") or self.role != "decode"):
+            raise ValueError(f"--data-port {self.data_port} is where a decode worker takes KV over tcp: leave it out")
         if self.drain_timeout_s < 0:
             raise ValueError(f"--drain-timeout-s {self.drain_timeout_s}: use 0 (give everything back at once) or more")
         if not self.redis_url.startswith(("redis://", "rediss://", "unix://")):
@@ -89,6 +93,7 @@ NumThreads = Annotated[int | None, typer.Option(help="Compute threads.")]
 Transfer = Annotated[
     str, typer.Option(help="auto | cuda_ipc (GPUs of one host) | shm (same host) | tcp | ucx: how KV moves.")
 ]
+DataPort = Annotated[int, typer.Option(help="Where KV comes over tcp; 0 takes a free one.")]
 DrainTimeout = Annotated[
     float, typer.Option(help="After SIGTERM, what runs may go on for so long; then it is resumed on another worker.")
 ]

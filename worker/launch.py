@@ -31,6 +31,8 @@ class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """The same host as others reach it."""
     transfer: str = "auto"
     """Backend for KV segments (kv_transfer.backends), or auto."""
+    data_port: int = 0
+    """Where the engine listens for KV segments over tcp; 0: at a free one."""
     log_level: str = "info"
 
     def identity(self) -> kv_pb2.WorkerIdentity:

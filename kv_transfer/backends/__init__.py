@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from kv_transfer.backends.base import Backend
+from kv_transfer.backends.socket_channel import SocketSettings
 
 BACKENDS = {
     "cuda_ipc": "kv_transfer.backends.cuda_ipc:CudaIpcBackend",
@@ -20,8 +21,8 @@ OF_DEVICES = ("cuda_ipc",)
 AUTO = "auto"
 
 
-def load(name: str, device: str = "cpu") -> Backend:
-    """``device``: the engine's.
+def load(name: str, device: str = "cpu", data_port: int = 0) -> Backend:
+    """``device``: the engine's. ``data_port``: where a receiver of tcp listens; 0: at a free one.
 
     Raises:
         ValueError: no such backend, or not for this device; names those that there are.
@@ -31,11 +32,14 @@ def load(name: str, device: str = "cpu") -> Backend:
     except KeyError:
         raise ValueError(f"transfer backend {name!r} is not known: use one of {', '.join(BACKENDS)}") from None
     make = getattr(import_module(module), attribute)
-    backend: Backend = make(device) if name in OF_DEVICES else make()
+    if name == "tcp":
+        backend: Backend = make(SocketSettings(port=data_port))
+    else:
+        backend = make(device) if name in OF_DEVICES else make()
     return backend
 
 
-def load_all(transfer: str, device: str = "cpu") -> dict[str, Backend]:
+def load_all(transfer: str, device: str = "cpu", data_port: int = 0) -> dict[str, Backend]:
     """What ``--transfer`` names, best first: one backend, or with "auto" all that this machine gains from.
 
     Between hosts without RDMA devices, ucx moves its bytes over TCP too, and costs a second to load: tcp does for them.
@@ -46,7 +50,7 @@ def load_all(transfer: str, device: str = "cpu") -> dict[str, Backend]:
     names = [transfer]
     if transfer == AUTO:
         names = [name for name in BACKENDS if _is_gain(name, device.partition(":")[0])]
-    return {name: load(name, device) for name in names}
+    return {name: load(name, device, data_port) for name in names}
 
 
 def has_rdma() -> bool:

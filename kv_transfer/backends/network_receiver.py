@@ -64,7 +64,7 @@ class NetworkReceiver:
 
     def listen(self, host: str, advertised_host: str) -> str:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family, backlog=128)
+        listener = socket.create_server((host, self._settings.port), family=family, backlog=128)
         port = listener.getsockname()[1]
         self._server.start(listener)
         return join_endpoint(advertised_host, port)

@@ -42,6 +42,8 @@ class SocketSettings:
     """A segment as a whole, however it trickles."""
     max_connections: int = 256
     max_queued_segments: int = 256
+    port: int = 0
+    """Where a receiver listens; 0: at a free one."""
 
 
 class SocketChannel:

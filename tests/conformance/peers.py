@@ -51,6 +51,7 @@ class Config:
     slot_bytes: int = 64 * 1024
     lease_s: float = 30.0
     stall_timeout_s: float = 2.0
+    data_port: int = 0
     tamper: str = ""
     """What the sender's network does to one segment of each transfer: flip | drop | repeat | swap | epoch."""
 
@@ -206,7 +207,7 @@ class Peer:
             torch.cuda.set_device(config.device)
         self.pool = Pool(config)
         self.copies = self.pool.cache.copies
-        self.backend = backends.load(config.backend, config.device)
+        self.backend = backends.load(config.backend, config.device, config.data_port)
         self.arena = make_arena(self.backend, config)
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self.jobs: dict[str, Job] = {}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import socket
 
 import pytest
 
 from kv_transfer.protocol import Frame, Open, Ticket
-from tests.conformance.conftest import MakePair
+from tests.conformance.conftest import Lane, MakePair
 from tests.conformance.pair import Pair
 from tests.conformance.peers import Job
 
@@ -98,6 +99,34 @@ def test_a_receiver_that_is_replaced_knows_no_tickets_of_its_predecessor(pair: P
     pair.p.command("go_on", job.name)
     pair.run_until(lambda: bool(pair.p.of("failed", job.name)), "P learns it from the data channel or from the new D")
     again = Job("promised", 300, attempt=2, receiver_incarnation=2)
+    pair.start(again)
+    pair.run_to_end(again)
+    pair.assert_published(again)
+    pair.assert_at_rest()
+
+
+@pytest.mark.parametrize("state", ["ticket", "streaming"])
+def test_a_receiver_that_is_replaced_at_the_very_same_host_and_port(
+    make_pair: MakePair, lane: Lane, state: str
+) -> None:
+    """What was promised before, and what is on its way, means nothing to the new one."""
+    if lane.backend != "tcp":
+        pytest.skip("only tcp has a port of its own choice")
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    pair = make_pair(receiver={"data_port": port})
+    job = held_job("before", state)
+    run_to(pair, job, state)
+    pair.d.end()
+    pair.replace(pair.d, dataclasses.replace(pair.d.config, incarnation=2))
+    pair.p.command("go_on", job.name)
+    pair.run_until(lambda: bool(pair.p.of("failed", job.name)), "P learns it")
+    late = Job("late", 100)  # P takes the new one for the old one
+    pair.start(late)
+    pair.run_to_end(late)
+    assert "incarnation" in str(pair.p.of("failed", late.name)[0][2])
+    assert not pair.d.of("published")
+    again = Job("before", 300, attempt=2, receiver_incarnation=2)
     pair.start(again)
     pair.run_to_end(again)
     pair.assert_published(again)
