@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.cluster import Member
@@ -218,3 +220,31 @@ async def test_requests_that_can_never_run_are_refused_at_once(router: Router) -
     unfit = router.sides(router.request(prompt_of(5)))[0]
     answer = await read(router.decode.open(unfit))  # a sender's request to a decode worker
     assert answer.code == "ERROR_CODE_INVALID_REQUEST"
+
+
+async def test_a_new_engine_takes_kv_at_the_same_port(
+    tmp_path: Path, model: Path, workers: tuple[Member, Member]
+) -> None:
+    """As firewalls want it: the port is the one that was asked for, before and after the engine was killed."""
+    prefill, _ = workers
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    flags = ("--num-blocks", "300", "--transfer", "tcp", "--data-port", str(port))
+    decode = start_worker("decode_service", "d-port", model, tmp_path, *flags)
+    try:
+        decode.wait_healthy()
+        for n in range(2):
+            prompt = prompt_of(100, seed=500 + n)
+            async with routing(prefill, decode) as router:
+                _, d = await router.apart(prompt, max_tokens=8)
+                assert d.reason == "LENGTH"
+                assert d.token_ids == (await router.aggregated(prompt, max_tokens=8, cache_salt="alone")).token_ids
+            engine = psutil.Process(decode.engine_pid())
+            assert port in {connection.laddr.port for connection in engine.net_connections("tcp")}
+            if n == 0:
+                engine.kill()
+                engine.wait(10)
+                await asyncio.sleep(0.5)
+                decode.wait_healthy()
+    finally:
+        assert decode.terminate() == 0
