@@ -130,6 +130,7 @@ def _fields(model_name: str, options: pb.GenerationOptions, model: ServedModel) 
         "skip_special_tokens": not options.keep_special_tokens,
         "cache_salt": options.cache_salt,
         "priority": options.priority,
+        "user": options.session or None,
     }
 
 

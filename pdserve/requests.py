@@ -39,6 +39,8 @@ class Options(TypedDict, total=False):
     """Cached prefixes are shared with requests of the same salt only."""
     priority: int
     """Smaller runs earlier."""
+    session: str
+    """Requests of one session belong together: routers may keep them on one pair of workers."""
 
 
 def text_request(prompt: Prompt, model: str, options: Options) -> pb.TextRequest:

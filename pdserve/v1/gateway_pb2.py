@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pdserve/v1/gateway.proto\x12\npdserve.v1\"\xb1\x05\n\x11GenerationOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12@\n\nlogit_bias\x18\t \x03(\x0b\x32,.pdserve.v1.GenerationOptions.LogitBiasEntry\x12\x11\n\x04seed\x18\n \x01(\x04H\x08\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0b \x01(\rH\t\x88\x01\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x12\n\nmin_tokens\x18\x0e \x01(\r\x12\x12\n\nignore_eos\x18\x0f \x01(\x08\x12\x1b\n\x13keep_special_tokens\x18\x10 \x01(\x08\x12\t\n\x01n\x18\x11 \x01(\r\x12\x12\n\ncache_salt\x18\x12 \x01(\t\x12\x10\n\x08priority\x18\x13 \x01(\x05\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobs\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xc9\x01\n\x0bTextRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x06tokens\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.TokenIdsH\x00\x12\x10\n\x08skip_bos\x18\x04 \x01(\x08\x12.\n\x07options\x18\x05 \x01(\x0b\x32\x1d.pdserve.v1.GenerationOptions\x12\'\n\x06so_far\x18\x06 \x03(\x0b\x32\x17.pdserve.v1.ChoiceSoFarB\x08\n\x06prompt\":\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"\xc0\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12)\n\x08messages\x18\x02 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\x12\x1e\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08\x12.\n\x07options\x18\x04 \x01(\x0b\x32\x1d.pdserve.v1.GenerationOptions\x12\'\n\x06so_far\x18\x05 \x03(\x0b\x32\x17.pdserve.v1.ChoiceSoFar\"M\n\x0b\x43hoiceSoFar\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\t\"\x81\x01\n\x0cTextLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x04 \x03(\r\x12\x12\n\ntop_tokens\x18\x05 \x03(\x0c\x12\x14\n\x0ctop_logprobs\x18\x06 \x03(\x02\"\x95\x01\n\x05\x43hunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.pdserve.v1.TextLogprobs\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\t\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"W\n\x10GenerateResponse\x12!\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x11.pdserve.v1.Chunk\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.pdserve.v1.Usage\"\x12\n\x10ModelInfoRequest\"`\n\tModelInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x19\n\x11has_chat_template\x18\x04 \x01(\x08\"k\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12)\n\x08messages\x18\x03 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\x12\x10\n\x08skip_bos\x18\x04 \x01(\x08\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"A\n\x0b\x45rrorDetail\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\r\n\x05param\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\x32\xe2\x02\n\tInference\x12\x43\n\x08Generate\x12\x17.pdserve.v1.TextRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12?\n\x04\x43hat\x12\x17.pdserve.v1.ChatRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12\x43\n\x0cGetModelInfo\x12\x1c.pdserve.v1.ModelInfoRequest\x1a\x15.pdserve.v1.ModelInfo\x12=\n\x08Tokenize\x12\x1b.pdserve.v1.TokenizeRequest\x1a\x14.pdserve.v1.TokenIds\x12K\n\nDetokenize\x12\x1d.pdserve.v1.DetokenizeRequest\x1a\x1e.pdserve.v1.DetokenizeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pdserve/v1/gateway.proto\x12\npdserve.v1\"\xc2\x05\n\x11GenerationOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12@\n\nlogit_bias\x18\t \x03(\x0b\x32,.pdserve.v1.GenerationOptions.LogitBiasEntry\x12\x11\n\x04seed\x18\n \x01(\x04H\x08\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0b \x01(\rH\t\x88\x01\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x12\n\nmin_tokens\x18\x0e \x01(\r\x12\x12\n\nignore_eos\x18\x0f \x01(\x08\x12\x1b\n\x13keep_special_tokens\x18\x10 \x01(\x08\x12\t\n\x01n\x18\x11 \x01(\r\x12\x12\n\ncache_salt\x18\x12 \x01(\t\x12\x10\n\x08priority\x18\x13 \x01(\x05\x12\x0f\n\x07session\x18\x14 \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobs\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xc9\x01\n\x0bTextRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x06tokens\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.TokenIdsH\x00\x12\x10\n\x08skip_bos\x18\x04 \x01(\x08\x12.\n\x07options\x18\x05 \x01(\x0b\x32\x1d.pdserve.v1.GenerationOptions\x12\'\n\x06so_far\x18\x06 \x03(\x0b\x32\x17.pdserve.v1.ChoiceSoFarB\x08\n\x06prompt\":\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"\xc0\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12)\n\x08messages\x18\x02 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\x12\x1e\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08\x12.\n\x07options\x18\x04 \x01(\x0b\x32\x1d.pdserve.v1.GenerationOptions\x12\'\n\x06so_far\x18\x05 \x03(\x0b\x32\x17.pdserve.v1.ChoiceSoFar\"M\n\x0b\x43hoiceSoFar\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\t\"\x81\x01\n\x0cTextLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x04 \x03(\r\x12\x12\n\ntop_tokens\x18\x05 \x03(\x0c\x12\x14\n\x0ctop_logprobs\x18\x06 \x03(\x02\"\x95\x01\n\x05\x43hunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.pdserve.v1.TextLogprobs\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\t\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"W\n\x10GenerateResponse\x12!\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x11.pdserve.v1.Chunk\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.pdserve.v1.Usage\"\x12\n\x10ModelInfoRequest\"`\n\tModelInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x19\n\x11has_chat_template\x18\x04 \x01(\x08\"k\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12)\n\x08messages\x18\x03 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\x12\x10\n\x08skip_bos\x18\x04 \x01(\x08\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"A\n\x0b\x45rrorDetail\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\r\n\x05param\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\x32\xe2\x02\n\tInference\x12\x43\n\x08Generate\x12\x17.pdserve.v1.TextRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12?\n\x04\x43hat\x12\x17.pdserve.v1.ChatRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12\x43\n\x0cGetModelInfo\x12\x1c.pdserve.v1.ModelInfoRequest\x1a\x15.pdserve.v1.ModelInfo\x12=\n\x08Tokenize\x12\x1b.pdserve.v1.TokenizeRequest\x1a\x14.pdserve.v1.TokenIds\x12K\n\nDetokenize\x12\x1d.pdserve.v1.DetokenizeRequest\x1a\x1e.pdserve.v1.DetokenizeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,39 +34,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATIONOPTIONS_LOGITBIASENTRY']._loaded_options = None
   _globals['_GENERATIONOPTIONS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_GENERATIONOPTIONS']._serialized_start=41
-  _globals['_GENERATIONOPTIONS']._serialized_end=730
-  _globals['_GENERATIONOPTIONS_LOGITBIASENTRY']._serialized_start=533
-  _globals['_GENERATIONOPTIONS_LOGITBIASENTRY']._serialized_end=581
-  _globals['_TOKENIDS']._serialized_start=732
-  _globals['_TOKENIDS']._serialized_end=755
-  _globals['_TEXTREQUEST']._serialized_start=758
-  _globals['_TEXTREQUEST']._serialized_end=959
-  _globals['_CHATMESSAGE']._serialized_start=961
-  _globals['_CHATMESSAGE']._serialized_end=1019
-  _globals['_CHATREQUEST']._serialized_start=1022
-  _globals['_CHATREQUEST']._serialized_end=1214
-  _globals['_CHOICESOFAR']._serialized_start=1216
-  _globals['_CHOICESOFAR']._serialized_end=1293
-  _globals['_TEXTLOGPROBS']._serialized_start=1296
-  _globals['_TEXTLOGPROBS']._serialized_end=1425
-  _globals['_CHUNK']._serialized_start=1428
-  _globals['_CHUNK']._serialized_end=1577
-  _globals['_USAGE']._serialized_start=1579
-  _globals['_USAGE']._serialized_end=1659
-  _globals['_GENERATERESPONSE']._serialized_start=1661
-  _globals['_GENERATERESPONSE']._serialized_end=1748
-  _globals['_MODELINFOREQUEST']._serialized_start=1750
-  _globals['_MODELINFOREQUEST']._serialized_end=1768
-  _globals['_MODELINFO']._serialized_start=1770
-  _globals['_MODELINFO']._serialized_end=1866
-  _globals['_TOKENIZEREQUEST']._serialized_start=1868
-  _globals['_TOKENIZEREQUEST']._serialized_end=1975
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1977
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2030
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2032
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2066
-  _globals['_ERRORDETAIL']._serialized_start=2068
-  _globals['_ERRORDETAIL']._serialized_end=2133
-  _globals['_INFERENCE']._serialized_start=2136
-  _globals['_INFERENCE']._serialized_end=2490
+  _globals['_GENERATIONOPTIONS']._serialized_end=747
+  _globals['_GENERATIONOPTIONS_LOGITBIASENTRY']._serialized_start=550
+  _globals['_GENERATIONOPTIONS_LOGITBIASENTRY']._serialized_end=598
+  _globals['_TOKENIDS']._serialized_start=749
+  _globals['_TOKENIDS']._serialized_end=772
+  _globals['_TEXTREQUEST']._serialized_start=775
+  _globals['_TEXTREQUEST']._serialized_end=976
+  _globals['_CHATMESSAGE']._serialized_start=978
+  _globals['_CHATMESSAGE']._serialized_end=1036
+  _globals['_CHATREQUEST']._serialized_start=1039
+  _globals['_CHATREQUEST']._serialized_end=1231
+  _globals['_CHOICESOFAR']._serialized_start=1233
+  _globals['_CHOICESOFAR']._serialized_end=1310
+  _globals['_TEXTLOGPROBS']._serialized_start=1313
+  _globals['_TEXTLOGPROBS']._serialized_end=1442
+  _globals['_CHUNK']._serialized_start=1445
+  _globals['_CHUNK']._serialized_end=1594
+  _globals['_USAGE']._serialized_start=1596
+  _globals['_USAGE']._serialized_end=1676
+  _globals['_GENERATERESPONSE']._serialized_start=1678
+  _globals['_GENERATERESPONSE']._serialized_end=1765
+  _globals['_MODELINFOREQUEST']._serialized_start=1767
+  _globals['_MODELINFOREQUEST']._serialized_end=1785
+  _globals['_MODELINFO']._serialized_start=1787
+  _globals['_MODELINFO']._serialized_end=1883
+  _globals['_TOKENIZEREQUEST']._serialized_start=1885
+  _globals['_TOKENIZEREQUEST']._serialized_end=1992
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1994
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2047
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2049
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2083
+  _globals['_ERRORDETAIL']._serialized_start=2085
+  _globals['_ERRORDETAIL']._serialized_end=2150
+  _globals['_INFERENCE']._serialized_start=2153
+  _globals['_INFERENCE']._serialized_end=2507
 # @@protoc_insertion_point(module_scope)

@@ -174,6 +174,16 @@ async def test_sampling_fields_arrive(client: openai.AsyncOpenAI, router: FakeRo
     assert not sampling.HasField("logprobs")
 
 
+async def test_what_belongs_together_is_told_to_the_router(client: openai.AsyncOpenAI, router: FakeRouter) -> None:
+    """By ``user``, or, before that, by the key that a chat's client groups its prompts with."""
+    chat = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "x"}]}
+    await client.completions.create(model=MODEL_NAME, prompt="x", user="anna")
+    await client.chat.completions.create(**chat, user="anna")  # type: ignore[call-overload]
+    await client.chat.completions.create(**chat, user="anna", prompt_cache_key="thread-3")  # type: ignore[call-overload]
+    await client.chat.completions.create(**chat)  # type: ignore[call-overload]
+    assert [request.session for request in router.requests] == ["anna", "anna", "thread-3", ""]
+
+
 async def test_what_the_client_leaves_out(client: openai.AsyncOpenAI, router: FakeRouter, model: ServedModel) -> None:
     for _ in range(2):
         await client.completions.create(model=MODEL_NAME, prompt="x")

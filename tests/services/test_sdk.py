@@ -97,6 +97,13 @@ async def test_token_ids_stop_strings_and_choices(
         assert request.sampling.ignore_eos
 
 
+async def test_what_belongs_together_is_told_to_the_router(router: FakeRouter, client: pdserve.AsyncClient) -> None:
+    await client.generate("a", session="conversation-7", max_tokens=64)
+    await client.chat([{"role": "user", "content": "b"}], session="conversation-7")
+    await client.generate("c", max_tokens=64)
+    assert [request.session for request in router.requests] == ["conversation-7", "conversation-7", ""]
+
+
 async def test_chat_streams_what_it_returns(model: ServedModel, client: pdserve.AsyncClient) -> None:
     stream = client.stream_chat(HI, max_tokens=64)
     chunks = [chunk async for chunk in stream]
