@@ -98,9 +98,9 @@ async def test_token_ids_stop_strings_and_choices(
 
 
 async def test_what_belongs_together_is_told_to_the_router(router: FakeRouter, client: pdserve.AsyncClient) -> None:
-    await client.generate("a", session="conversation-7", max_tokens=64)
+    await client.generate("one two three", session="conversation-7")
     await client.chat([{"role": "user", "content": "b"}], session="conversation-7")
-    await client.generate("c", max_tokens=64)
+    await client.generate("four five six")
     assert [request.session for request in router.requests] == ["conversation-7", "conversation-7", ""]
 
 
