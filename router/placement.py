@@ -45,7 +45,7 @@ class Placement:
     prefill: Worker | None
     decode: Worker
     cause: str = ""
-    """Why there is no prefill worker: short_prompt | aggregated | no_prefill_worker."""
+    """Why there is no prefill worker: short_prompt | aggregated | no_prefill_worker | handoffs_failed."""
     is_second_try: bool = False
     """It has failed on one of these workers before."""
     prefill_cached_tokens: int = 0
@@ -103,10 +103,11 @@ class Placer:
         avoid: Collection[WorkerKey],
         patience_s: float | None = None,
         keep: Collection[WorkerKey] = (),
+        without_handoff: bool = False,
     ) -> Placement:
         """Choose workers for a request. ``patience_s``: how long a new one may wait until it is computed; None: it has
         been admitted before, and is not refused for a queue now. ``keep``: who has something of it already; taken if
-        that is possible.
+        that is possible. ``without_handoff``: by a worker that does both.
 
         Raises Unplaceable when it fits nowhere, when all queues are full, or when nobody came in time.
         """
@@ -116,8 +117,9 @@ class Placer:
             waited_s = loop.time() - started_s
             if not self._is_prefill_connecting():
                 shunned = {*avoid, *self.breakers.ejected()}
-                placement = self._of_group(prompt, shunned)
-                placement = placement or await self._choose(prompt, avoid, shunned, patience_s, keep)
+                placement = None if without_handoff else self._of_group(prompt, shunned)
+                if placement is None:
+                    placement = await self._choose(prompt, avoid, shunned, patience_s, keep, without_handoff)
                 if placement is not None:
                     self._remember(prompt.group, placement)
                     return placement
@@ -138,6 +140,7 @@ class Placer:
         shunned: Collection[WorkerKey],
         patience_s: float | None,
         keep: Collection[WorkerKey],
+        without_handoff: bool,
     ) -> Placement | None:
         """``shunned``: those to avoid, and those that are ejected; better an ejected one than nobody."""
         cached = self._cached_tokens(prompt) if self._looks_up_prefixes else {}
@@ -147,7 +150,9 @@ class Placer:
             if not pools:
                 continue
             is_second_try = bool(avoid) and not left_out
-            if local := self._local_pools(pools, info):
+            if without_handoff:
+                pools, cause = [Pool((), pool.decodes) for pool in pools], "handoffs_failed"
+            elif local := self._local_pools(pools, info):
                 pools, cause = local, "short_prompt"
             choice: Choice[Worker] = await self._policy.choose(info, _keeping(keep, self._with_room(pools, patience_s)))
             prefiller = choice.prefill or choice.decode

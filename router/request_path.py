@@ -26,6 +26,8 @@ from router.trail import Trail
 from router.workers import Worker
 from telemetry.metrics import RouterMetrics
 
+HANDOFF_TRIES = 2
+"""After so many failed ones it may be the network between the workers: the decode worker computes the prompt itself."""
 MAX_GIVEN_BACK = 16
 """So often a worker that leaves may give a request back; after that it counts as a failure."""
 SECOND_TRY_WAIT_S = 0.1  # doubled with each: the same worker may need a moment to come back
@@ -72,6 +74,7 @@ class RequestPath:
         self._output_so_far = list(request.output_so_far)
         self._has_emitted = False
         self._given_back = 0
+        self._handoffs_failed = 0
         self._keep: set[WorkerKey] = set()
         """Of the attempt before: who goes on with the next one, if that is possible."""
         self._route_s = 0.0
@@ -123,6 +126,7 @@ class RequestPath:
             except AttemptFailed as failed:
                 code, suspects = failed.failure.code, _suspects(failed, attempt, self._keep)
                 abort_reason, error = "retry", pb.ErrorCode.Name(code)
+                self._handoffs_failed += code == pb.ERROR_CODE_HANDOFF_FAILED and attempt.prefill is not None
                 avoid.update(suspects)
                 self._keep = set() if attempt.has_tokens else set(attempt.keys.values()).difference(suspects)
                 if not self._may_retry(failed, attempt, avoid):
@@ -148,10 +152,11 @@ class RequestPath:
         prompt = RoutedPrompt.of(request, self._output_so_far)
         is_new = number == 1 and not self._output_so_far
         patience_s = self._deadline_s - asyncio.get_running_loop().time() if is_new else None
-        placement = await self._placer.place(prompt, avoid, patience_s, self._keep)
+        alone = self._handoffs_failed >= HANDOFF_TRIES
+        placement = await self._placer.place(prompt, avoid, patience_s, self._keep, alone)
         if placement.is_second_try:
             await asyncio.sleep(SECOND_TRY_WAIT_S * 2 ** (number - 2 - self._given_back))
-            placement = await self._placer.place(prompt, avoid, keep=self._keep)
+            placement = await self._placer.place(prompt, avoid, keep=self._keep, without_handoff=alone)
         now_s = asyncio.get_running_loop().time()
         request.ClearField("handoff")
         request.output_so_far[:] = self._output_so_far

@@ -58,6 +58,16 @@ async def test_with_one_pair_a_failed_handoff_is_tried_again_on_it(fleet: Fleet)
     assert len(p.opened) == 2
 
 
+async def test_after_two_failed_handoffs_the_decode_worker_prefills_by_itself(fleet: Fleet) -> None:
+    """The network between them may be what fails, and everybody else is well."""
+    for name in ("p0", "p1"):
+        await fleet.add(name, "prefill", behaviour=failing("ERROR_CODE_HANDOFF_FAILED"))
+    decodes = [await fleet.add(name, "decode", behaviour=Behaviour(first_token_s=0.2)) for name in ("d0", "d1")]
+    assert (await fleet.ask()).tokens == expected(8)
+    opened = [request for decode in decodes for request in decode.opened]
+    assert sorted(request.HasField("handoff") for request in opened) == [False, True, True]
+
+
 async def test_attempts_are_bounded(fleet: Fleet) -> None:
     d = await fleet.add("d0", "decode", behaviour=failing("ERROR_CODE_INTERNAL"))
     answer = await fleet.ask()
