@@ -4,13 +4,13 @@
     python -m bench.transfer --only shm,ucx --repeats 5
 
 Sixteen slots are sent round and round, as in a worker (fewer of the largest size). "bytes only" is the backend alone,
-to compare with other libraries; "verified" adds what the engines do: a digest before, and one after, over header and
-payload. Best of the repeats: each is short, and whatever else runs on the machine only takes away.
+to compare with other libraries (NIXL and Mooncake, where they are installed: ``transfer_peers``); "verified" adds what
+the engines do: a digest before, and one after, over header and payload. Best of the repeats: each is short, and
+whatever else runs on the machine only takes away.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import multiprocessing
 import os
 import select
@@ -208,7 +208,7 @@ def answer(conn: Connection) -> Any:
 
 
 def main(
-    only: Annotated[str, typer.Option(help="Backends, separated by commas.")] = ",".join(backends.BACKENDS),
+    only: Annotated[str, typer.Option(help="Backends, separated by commas.")] = "shm,ucx,tcp",
     repeats: Annotated[int, typer.Option(help="Of each measurement.")] = 5,
 ) -> None:
     """GB/s of each way to move KV between two processes of this host."""
@@ -220,9 +220,15 @@ def main(
         figures = [measure_backend(name, size, repeats) for size in SIZES.values()]
         print_row(f"{name}, bytes only", [f[0] for f in figures], f"{max(f[2] for f in figures):.1%}")
         print_row(f"{name}, verified", [f[1] for f in figures])
-    for module, title in (("nixl", "NIXL"), ("mooncake", "Mooncake")):
-        found = importlib.util.find_spec(module) is not None
-        print(f"| {title} | {'installed; see its own benchmark' if found else 'not installed'} |" + " |" * len(SIZES))
+    from bench.transfer_peers import PEERS  # it takes the measuring from here
+
+    for title, measure in PEERS.items():
+        try:
+            rates, idles = zip(*(measure(size, repeats) for size in SIZES.values()), strict=True)
+        except ImportError as error:
+            print(f"| {title}, bytes only | not installed ({error}) |" + " |" * len(SIZES), flush=True)
+        else:
+            print_row(f"{title}, bytes only", list(rates), f"{max(idles):.1%}")
 
 
 def row(title: str, measure: Callable[[int], float]) -> None:
