@@ -30,7 +30,7 @@ from kv_transfer.backends import load_all
 from kv_transfer.backends.base import SegmentReceiver
 from kv_transfer.copies import DeviceCopy
 from kv_transfer.engine_staging import EngineStaging
-from kv_transfer.layout import KVRange, cell_bytes, make_layout, wire_of
+from kv_transfer.layout import KVRange, make_layout, wire_of
 from kv_transfer.protocol import Abort, Busy, Done, End, Frame, Open, Refused, Ticket
 from kv_transfer.receiver import Receiver
 from kv_transfer.staging import DeviceView, address_of
@@ -61,11 +61,13 @@ class DecodeHandoff:
         self._process = process
         self._core = core
         self._copies = kv_cache.copies
-        device, max_tokens = core.config.device, core.config.max_num_batched_tokens
-        self._staging = EngineStaging(device, max_tokens * layout.num_layers * cell_bytes(layout, layout.dtype))
+        device = core.config.device
+        self._staging = EngineStaging(device)
         backends: dict[str, tuple[SegmentReceiver, str]] = {}
         for name, backend in load_all(transfer, device, data_port).items():
-            receiver = backend.receiver(me, layout, self._staging.arena(backend.memory), process.wakeup)
+            memory = backend.receiver_memory
+            arena = None if memory is None else self._staging.arena(memory)
+            receiver = backend.receiver(me, layout, arena, process.wakeup)
             backends[name] = (receiver, receiver.listen(host, advertised_host))
         self.endpoints = {name: endpoint for name, (_, endpoint) in backends.items()}
         self._receiver = Receiver(

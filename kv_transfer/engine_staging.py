@@ -16,8 +16,8 @@ STEPS = 1.5
 
 
 class EngineStaging:
-    def __init__(self, device: str, step_bytes: int) -> None:
-        """``step_bytes``: KV that one step of the engine computes at most."""
+    def __init__(self, device: str, step_bytes: int = 0) -> None:
+        """``step_bytes``: KV that one step of the engine computes and sends at most."""
         self._device = device
         self._step_bytes = step_bytes
         self._arenas: dict[Memory, SlotPool] = {}

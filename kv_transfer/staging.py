@@ -51,6 +51,10 @@ class DeviceView:
             raise ValueError("only contiguous parts of device memory can be taken")
         return DeviceView(self.address + start, max(0, end - start))
 
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self.num_bytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+
 
 class StagingSlot:
     """A piece of an arena, all of it writable through ``view``."""

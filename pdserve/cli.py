@@ -62,7 +62,7 @@ def up(
     ] = None,
     num_threads: Annotated[int | None, typer.Option(help="Threads of each engine.  [default: they share]")] = None,
     transfer: Annotated[
-        str | None, typer.Option(help="KV transfer: cuda_ipc, shm, tcp or ucx.  [default: the best]")
+        str | None, typer.Option(help="KV transfer: cuda_ipc, nccl, shm, tcp or ucx.  [default: the best]")
     ] = None,
     start_timeout_s: Annotated[float, typer.Option(help="Give up a start that takes longer.")] = 300.0,
     chat: Annotated[bool, typer.Option(help="One chat when everything is ready.")] = True,

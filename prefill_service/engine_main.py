@@ -66,7 +66,7 @@ class PrefillHandoff:
             layout,
             self,
             {
-                name: backend.sender(self._staging.arena(backend.memory))
+                name: backend.sender(self._staging.arena(backend.sender_memory))
                 for name, backend in load_all(transfer, device).items()
             },
             process.wakeup,

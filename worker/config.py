@@ -9,7 +9,7 @@ import typer
 
 WILDCARD_HOSTS = ("0.0.0.0", "::", "")
 
-TRANSFERS = ("auto", "cuda_ipc", "shm", "tcp", "ucx")
+TRANSFERS = ("auto", "cuda_ipc", "nccl", "shm", "tcp", "ucx")
 ROLES = ("prefill", "decode", "aggregated")
 
 
@@ -91,7 +91,7 @@ MaxNumSeqs = Annotated[int | None, typer.Option(help="Most requests in one step.
 MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Token budget of a step.  [default: 512; GPU: 8192]")]
 NumThreads = Annotated[int | None, typer.Option(help="Compute threads.")]
 Transfer = Annotated[
-    str, typer.Option(help="auto | cuda_ipc (GPUs of one host) | shm (same host) | tcp | ucx: how KV moves.")
+    str, typer.Option(help="auto | cuda_ipc, nccl (between GPUs) | shm (same host) | tcp | ucx: how KV moves.")
 ]
 DataPort = Annotated[int, typer.Option(help="Where KV comes over tcp; 0 takes a free one.")]
 DrainTimeout = Annotated[

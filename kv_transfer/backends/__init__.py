@@ -11,13 +11,16 @@ from kv_transfer.backends.socket_channel import SocketSettings
 
 BACKENDS = {
     "cuda_ipc": "kv_transfer.backends.cuda_ipc:CudaIpcBackend",
+    "nccl": "kv_transfer.backends.nccl:NcclBackend",
     "shm": "kv_transfer.backends.shm:ShmBackend",
     "ucx": "kv_transfer.backends.ucx:UcxBackend",
     "tcp": "kv_transfer.backends.tcp:TcpBackend",
 }
 """Best first."""
-OF_DEVICES = ("cuda_ipc",)
-"""Those that take the engine's device."""
+OF_DEVICES = ("cuda_ipc", "nccl")
+"""Between GPUs only."""
+ANYWHERE = ("ucx",)
+"""Wherever the engine's memory is."""
 AUTO = "auto"
 
 
@@ -35,7 +38,7 @@ def load(name: str, device: str = "cpu", data_port: int = 0) -> Backend:
     if name == "tcp":
         backend: Backend = make(SocketSettings(port=data_port))
     else:
-        backend = make(device) if name in OF_DEVICES else make()
+        backend = make(device) if name in OF_DEVICES + ANYWHERE else make()
     return backend
 
 
@@ -58,6 +61,6 @@ def has_rdma() -> bool:
 
 
 def _is_gain(name: str, device_type: str) -> bool:
-    if name in OF_DEVICES:
-        return device_type == "cuda"
-    return name != "ucx" or (has_rdma() and find_spec("ucxx") is not None)
+    if name in OF_DEVICES:  # what nccl reaches beyond cuda_ipc are other hosts, which was never measured
+        return name == "cuda_ipc" and device_type == "cuda"
+    return name != "ucx" or (device_type == "cpu" and has_rdma() and find_spec("ucxx") is not None)

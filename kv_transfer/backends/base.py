@@ -105,8 +105,10 @@ class SegmentReceiver(Protocol):
 class Backend(Protocol):
     """What a registered backend class offers."""
 
-    memory: Memory
-    """Of which kind the arenas have to be."""
+    sender_memory: Memory
+    """Of which kind the sender's arena has to be."""
+    receiver_memory: Memory | None
+    """Likewise; None: segments stay with the sender until they are read."""
 
     def sender(self, arena: Any) -> SegmentSender:
         """``arena``: where the payloads of its segments are."""
@@ -115,5 +117,5 @@ class Backend(Protocol):
     def receiver(
         self, me: kv_pb2.WorkerIdentity, layout: kv_pb2.KVLayout, arena: Any, wakeup: Wakeup
     ) -> SegmentReceiver:
-        """``arena``: where segments are received; a backend that leaves them with the sender has no use for it."""
+        """``arena``: where segments are received; None where ``receiver_memory`` is."""
         ...

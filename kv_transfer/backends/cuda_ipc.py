@@ -49,7 +49,8 @@ MAX_PROBES = 256
 class CudaIpcBackend:
     """Registered as ``cuda_ipc``."""
 
-    memory: Memory = "device"
+    sender_memory: Memory = "device"
+    receiver_memory: Memory | None = None
 
     def __init__(self, device: str, settings: MappedSettings | None = None) -> None:
         self._runtime = CudaRuntime(device)
@@ -59,7 +60,7 @@ class CudaIpcBackend:
         return CudaIpcSender(arena, self._settings)
 
     def receiver(
-        self, me: kv_pb2.WorkerIdentity, layout: kv_pb2.KVLayout, arena: object, wakeup: Wakeup
+        self, me: kv_pb2.WorkerIdentity, layout: kv_pb2.KVLayout, arena: None, wakeup: Wakeup
     ) -> CudaIpcReceiver:
         return CudaIpcReceiver(me, layout, wakeup, self._runtime, self._settings)
 

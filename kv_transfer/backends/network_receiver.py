@@ -33,6 +33,27 @@ OpenPayloads = Callable[[socket.socket], AbstractContextManager[FillView]]
 """For one welcome connection."""
 
 
+def receive_header(
+    connected: socket.socket, first: bytes, deadline_s: float, max_bytes: int
+) -> tuple[bytes, kv_pb2.SegmentHeader, bytes]:
+    """The announcement of a segment, the ``first`` byte of which has come: header, the same parsed, digest.
+
+    Raises:
+        MalformedSegment: no header, or a payload of more than ``max_bytes``.
+    """
+    prefix = first + receive(connected, PREFIX.size - len(first), deadline_s)
+    header_length, payload_length, digest = PREFIX.unpack(prefix)
+    if header_length > MAX_HEADER_BYTES or payload_length > max_bytes:
+        raise MalformedSegment(
+            f"a segment of {header_length} + {payload_length} bytes; at most {MAX_HEADER_BYTES} + {max_bytes} are taken"
+        )
+    header_bytes = receive(connected, header_length, deadline_s)
+    header = parse_header(header_bytes)
+    if header.payload_bytes != payload_length:
+        raise MalformedSegment(f"header says {header.payload_bytes} payload bytes, the wire {payload_length}")
+    return header_bytes, header, digest
+
+
 class NetworkReceiver:
     """Takes connections whose hello fits, and puts what they bring into staging."""
 
@@ -79,21 +100,12 @@ class NetworkReceiver:
                 self._receive_segment(connected, sender, fill)
 
     def _receive_segment(self, connected: socket.socket, sender: kv_pb2.WorkerIdentity, fill: FillView) -> None:
-        prefix = self._await_prefix(connected)
+        first = self._await_first(connected)
         deadline_s = time.monotonic() + self._settings.segment_timeout_s
-        header_length, payload_length, digest = PREFIX.unpack(prefix)
-        if header_length > MAX_HEADER_BYTES or payload_length > self._arena.slot_bytes:
-            raise MalformedSegment(
-                f"a segment of {header_length} + {payload_length} bytes; "
-                f"at most {MAX_HEADER_BYTES} + {self._arena.slot_bytes} are taken"
-            )
-        header_bytes = receive(connected, header_length, deadline_s)
-        header = parse_header(header_bytes)
-        if header.payload_bytes != payload_length:
-            raise MalformedSegment(f"header says {header.payload_bytes} payload bytes, the wire {payload_length}")
+        header_bytes, header, digest = receive_header(connected, first, deadline_s, self.max_segment_bytes)
         slot = self._server.take_slot(self._arena)
         try:
-            fill(slot.view[:payload_length], deadline_s)
+            fill(slot.view[: header.payload_bytes], deadline_s)
         except StillWritten:
             raise
         except BaseException:
@@ -102,7 +114,7 @@ class NetworkReceiver:
         self._server.arrived(Arrived(sender, header_bytes, header, digest, slot))
         self._server.wakeup()
 
-    def _await_prefix(self, connected: socket.socket) -> bytes:
+    def _await_first(self, connected: socket.socket) -> bytes:
         """Between segments a sender may be silent for as long as its control stream lives."""
         while True:
             try:
@@ -113,4 +125,4 @@ class NetworkReceiver:
                 continue
             if not first:
                 raise ConnectionLost("closed by the sender")
-            return first + receive(connected, PREFIX.size - 1, time.monotonic() + self._settings.segment_timeout_s)
+            return first

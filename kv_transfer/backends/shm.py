@@ -50,7 +50,8 @@ FLUSH_BYTES = 256 * 1024
 class ShmBackend:
     """Registered as ``shm``."""
 
-    memory: Memory = "host"
+    sender_memory: Memory = "host"
+    receiver_memory: Memory | None = "host"
 
     def __init__(self, settings: MappedSettings | None = None) -> None:
         self._settings = settings or MappedSettings()

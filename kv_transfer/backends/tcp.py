@@ -29,7 +29,8 @@ from pdserve.v1 import kv_pb2
 class TcpBackend:
     """Registered as ``tcp``."""
 
-    memory: Memory = "host"
+    sender_memory: Memory = "host"
+    receiver_memory: Memory | None = "host"
 
     def __init__(self, settings: SocketSettings | None = None) -> None:
         self._settings = settings or SocketSettings()

@@ -11,6 +11,10 @@ deadlines' business.
 
 A slot stays taken while a receive into it is pending: one that cannot be cancelled is never given back.
 
+Between GPUs the payloads stay on the devices, if UCX has its ``cuda_ipc`` lane there; without it, UCX would carry them
+through the host at a hundredth of the speed and say nothing. So a channel between devices measures itself first, and is
+lost with the reason when it is that slow.
+
 UCX is configured by the environment before it is loaded (``SETTINGS``; what is set already stays). Its defaults with
 error handling would avoid shared memory, and without error handling a dead peer aborts the process. The wheel's UCX
 knows no RDMA; RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true takes the system's.
@@ -27,7 +31,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import structlog
 
 from kv_transfer.backends import has_rdma
 from kv_transfer.backends.base import Memory, OnDone, OnLost, Wakeup
@@ -35,8 +41,13 @@ from kv_transfer.backends.network_receiver import FillView, NetworkReceiver, Sti
 from kv_transfer.backends.socket_channel import PREFIX, SocketChannel, SocketSettings
 from kv_transfer.backends.sockets import ConnectionLost, receive, send_pieces
 from kv_transfer.segment import SealedSegment
-from kv_transfer.staging import StagingArena
+from kv_transfer.staging import DeviceView, SlotPool
 from pdserve.v1 import kv_pb2
+
+if TYPE_CHECKING:
+    from kv_transfer.cuda import CudaRuntime
+
+log = structlog.get_logger()
 
 SETTINGS = {
     "UCX_MM_ERROR_HANDLING": "y",
@@ -46,6 +57,13 @@ SETTINGS = {
     "UCX_WARN_UNUSED_ENV_VARS": "n",
 }
 WITHOUT_RDMA = {"UCX_TLS": "posix,tcp,self"}
+WITH_CUDA = {"UCX_TLS": "cuda_ipc,cuda_copy,posix,tcp,self"}
+TRIAL_BYTES = 8 << 20
+TRIALS = 4
+"""The first opens the memory; the fastest counts."""
+MIN_GB_PER_S = 4.0
+"""cuda_ipc moves such messages at tens of GB/s, the host path at less than one."""
+TRIAL_TIMEOUT_S = 10.0
 ADDRESS = struct.Struct("!I")
 MAX_ADDRESS_BYTES = 65536
 WINDOW = 4
@@ -58,13 +76,14 @@ LONG_NAPS_AFTER_S = 0.02
 CANCEL_S = 1.0
 
 
-def load_ucx() -> Any:
-    """The bindings of UCX, with our settings. Call it in engine processes only.
+def load_ucx(device: str = "cpu") -> Any:
+    """The bindings of UCX, with our settings for that device. Call it in engine processes only.
 
     Raises:
         ValueError: not installed.
     """
-    for name, value in (SETTINGS if has_rdma() else SETTINGS | WITHOUT_RDMA).items():
+    lanes = {} if has_rdma() else WITHOUT_RDMA if device == "cpu" else WITH_CUDA
+    for name, value in (SETTINGS | lanes).items():
         os.environ.setdefault(name, value)
     try:
         from ucxx._lib import libucxx
@@ -78,23 +97,33 @@ def load_ucx() -> Any:
 class UcxBackend:
     """Registered as ``ucx``. One UCP context for all channels."""
 
-    memory: Memory = "host"
-
-    def __init__(self, settings: SocketSettings | None = None) -> None:
+    def __init__(self, device: str = "cpu", settings: SocketSettings | None = None) -> None:
         self._settings = settings or SocketSettings()
-        self._ucx = load_ucx()
+        self._runtime: CudaRuntime | None = None
+        if device != "cpu":
+            from kv_transfer.cuda import CudaRuntime  # imports torch
+
+            self._runtime = CudaRuntime(device)
+        self.sender_memory: Memory = "host" if self._runtime is None else "device"
+        self.receiver_memory: Memory | None = self.sender_memory
+        self._trial: DeviceView | None = None
+        if self._runtime is not None:
+            self._trial = DeviceView(self._runtime.allocate(TRIAL_BYTES), TRIAL_BYTES)
+        self._ucx = load_ucx(device)
         features = (self._ucx.Feature.TAG, self._ucx.Feature.WAKEUP)
         self._context = self._ucx.UCXContext(feature_flags=features)
 
-    def sender(self, arena: StagingArena) -> UcxSender:
-        return UcxSender(arena, self._settings, self._worker)
+    def sender(self, arena: SlotPool) -> UcxSender:
+        return UcxSender(arena, self._settings, self._worker, self._trial)
 
     def receiver(
-        self, me: kv_pb2.WorkerIdentity, layout: kv_pb2.KVLayout, arena: StagingArena, wakeup: Wakeup
+        self, me: kv_pb2.WorkerIdentity, layout: kv_pb2.KVLayout, arena: SlotPool, wakeup: Wakeup
     ) -> NetworkReceiver:
         return NetworkReceiver(me, layout, arena, wakeup, self._settings, self._payloads)
 
     def _worker(self, connected: socket.socket) -> UcxWorker:
+        if self._runtime is not None:
+            self._runtime.make_current()
         return UcxWorker(self._ucx, self._context, connected, self._settings.stall_timeout_s)
 
     @contextlib.contextmanager
@@ -102,6 +131,9 @@ class UcxBackend:
         """The receiver's part of a channel."""
         with contextlib.closing(self._worker(connected)) as worker:
             worker.meet(connected, self._settings.handshake_timeout_s)
+            if self._trial is not None:
+                for _ in range(TRIALS):
+                    worker.receive(self._trial, time.monotonic() + TRIAL_TIMEOUT_S)
             yield worker.receive
 
 
@@ -140,13 +172,13 @@ class UcxWorker:
             remote = self._ucx.UCXAddress.create_from_buffer(theirs)
             self._endpoint = self._ucx.UCXEndpoint.create_from_worker_address(self._worker, remote, True)
 
-    def send(self, view: memoryview) -> Any:
+    def send(self, view: memoryview | DeviceView) -> Any:
         """Begin to send; the request."""
         self._count += 1
         with self._errors():
             return self._endpoint.tag_send(self._array(view), self._ucx.UCXXTag(self._count))
 
-    def receive(self, view: memoryview, deadline_s: float) -> None:
+    def receive(self, view: memoryview | DeviceView, deadline_s: float) -> None:
         """Fill the view. Raises ConnectionLost when it cannot be filled, and then nothing writes to it any more."""
         self._count += 1
         with self._errors():
@@ -213,14 +245,19 @@ class UcxSender:
     probe = ""
 
     def __init__(
-        self, arena: StagingArena, settings: SocketSettings, make_worker: Callable[[socket.socket], UcxWorker]
+        self,
+        arena: SlotPool,
+        settings: SocketSettings,
+        make_worker: Callable[[socket.socket], UcxWorker],
+        trial: DeviceView | None,
     ) -> None:
         self.arena = arena
+        self._trial = trial
         self._settings = settings
         self._make_worker = make_worker
 
     def connect(self, endpoint: str, hello: kv_pb2.DataHello, on_lost: OnLost) -> UcxChannel:
-        return UcxChannel(endpoint, hello, on_lost, self._settings, self._make_worker)
+        return UcxChannel(endpoint, hello, on_lost, self._settings, self._make_worker, self._trial)
 
     def close(self) -> None:
         """Nothing beside the channels."""
@@ -236,8 +273,10 @@ class UcxChannel(SocketChannel):
         on_lost: OnLost,
         settings: SocketSettings,
         make_worker: Callable[[socket.socket], UcxWorker],
+        trial: DeviceView | None,
     ) -> None:
         self._make_worker = make_worker
+        self._trial = trial
         super().__init__(endpoint, hello, on_lost, settings)
 
     def _carry(self, connected: socket.socket) -> None:
@@ -245,6 +284,8 @@ class UcxChannel(SocketChannel):
         try:
             with contextlib.closing(self._make_worker(connected)) as worker:
                 worker.meet(connected, self._settings.handshake_timeout_s)
+                if self._trial is not None:
+                    self._try_lane(worker, self._trial)
                 while not self._closing:
                     self._turn(connected, worker, on_their_way)
         except (OSError, ConnectionLost) as error:
@@ -253,6 +294,21 @@ class UcxChannel(SocketChannel):
             raise
         for item in on_their_way:
             item.on_done("closed")
+
+    def _try_lane(self, worker: UcxWorker, trial: DeviceView) -> None:
+        """Raises ConnectionLost when UCX moves device memory through the host."""
+        best_s = float("inf")
+        for _ in range(TRIALS):
+            began_s = time.monotonic()
+            worker.wait(worker.send(trial), began_s + TRIAL_TIMEOUT_S)
+            best_s = min(best_s, time.monotonic() - began_s)
+        gb_per_s = len(trial) / best_s / 1e9
+        log.info("ucx_lane", gb_per_s=round(gb_per_s, 1), endpoint=self._endpoint, tls=os.environ.get("UCX_TLS"))
+        if gb_per_s < MIN_GB_PER_S:
+            raise ConnectionLost(
+                f"UCX moves device memory at {gb_per_s:.1f} GB/s: it has no cuda_ipc lane between these two (UCX_TLS="
+                f"{os.environ.get('UCX_TLS')}); use --transfer cuda_ipc, or tcp between hosts"
+            )
 
     def _turn(self, connected: socket.socket, worker: UcxWorker, on_their_way: deque[OnItsWay]) -> None:
         while len(on_their_way) < WINDOW and (item := self._next()) is not None:

@@ -34,6 +34,9 @@ ON_HOSTS = {name: Lane(name) for name in ("shm", "tcp", "ucx")}
 ON_GPUS = {
     "cuda_ipc": Lane("cuda_ipc", "cuda:0", "cuda:0"),
     "cuda_ipc-peers": Lane("cuda_ipc", "cuda:0", "cuda:1"),
+    "nccl": Lane("nccl", "cuda:0", "cuda:1"),
+    "ucx-gpu": Lane("ucx", "cuda:0", "cuda:0"),
+    "ucx-gpu-peers": Lane("ucx", "cuda:0", "cuda:1"),
     "shm-gpu": Lane("shm", "cuda:0", "cuda:0"),
     "tcp-gpu-to-cpu": Lane("tcp", "cuda:0", "cpu"),
     "tcp-cpu-to-gpu": Lane("tcp", "cpu", "cuda:0"),

@@ -20,7 +20,7 @@ import torch
 from engine.kv_cache import KVCache
 from engine.wire_memory import WireMemory
 from kv_transfer import backends
-from kv_transfer.backends.base import Backend, Channel, OnDone, OnLost, SegmentSender
+from kv_transfer.backends.base import Channel, Memory, OnDone, OnLost, SegmentSender
 from kv_transfer.copies import DeviceCopy
 from kv_transfer.layout import KVRange, make_layout
 from kv_transfer.protocol import Frame
@@ -208,7 +208,7 @@ class Peer:
         self.pool = Pool(config)
         self.copies = self.pool.cache.copies
         self.backend = backends.load(config.backend, config.device, config.data_port)
-        self.arena = make_arena(self.backend, config)
+        self.arena: SlotPool | None = None
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self.jobs: dict[str, Job] = {}
         self.next_config: Config | None = None
@@ -248,6 +248,7 @@ class Peer:
 class SenderPeer(Peer):
     def __init__(self, conn: Connection, config: Config) -> None:
         super().__init__(conn, config)
+        self.arena = make_arena(self.backend.sender_memory, config)
         backend = self.backend.sender(self.arena)
         if config.tamper:
             backend = Tampering(backend, config.tamper)
@@ -374,6 +375,8 @@ class SenderPeer(Peer):
 class ReceiverPeer(Peer):
     def __init__(self, conn: Connection, config: Config) -> None:
         super().__init__(conn, config)
+        if self.backend.receiver_memory is not None:
+            self.arena = make_arena(self.backend.receiver_memory, config)
         receiver = self.backend.receiver(config.identity(), config.layout(), self.arena, self.wakeup)
         endpoint = receiver.listen("127.0.0.1", "127.0.0.1")
         self.receiver = Receiver(
@@ -468,13 +471,13 @@ class ReceiverPeer(Peer):
         raise AssertionError("nothing was taken over")
 
 
-def make_arena(backend: Backend, config: Config) -> SlotPool:
+def make_arena(memory: Memory, config: Config) -> SlotPool:
     if config.device == "cpu":
         return StagingArena(config.slots, config.slot_bytes)
     from kv_transfer.cuda import CudaRuntime, CudaStaging
 
     runtime = CudaRuntime(config.device)
-    if backend.memory == "device":
+    if memory == "device":
         return CudaStaging(runtime, config.slots, config.slot_bytes)
     arena = StagingArena(config.slots, config.slot_bytes)
     runtime.pin(arena)
@@ -499,7 +502,7 @@ def report(peer: Peer, open_transfers: int, leases: int) -> dict[str, object]:
     return {
         "open": open_transfers,
         "leases": leases,
-        "staging_bytes": peer.arena.used_bytes,
+        "staging_bytes": 0 if peer.arena is None else peer.arena.used_bytes,
         "used_blocks": peer.config.num_blocks - len(peer.pool.free),
         "resident_bytes": int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
         "fds": len(os.listdir("/proc/self/fd")),

@@ -40,7 +40,7 @@ HELLO = kv_pb2.DataHello(
 class Receiving:
     def __init__(self) -> None:
         self.arena = StagingArena(2, SLOT_BYTES)
-        self.receiver: NetworkReceiver = UcxBackend(SETTINGS).receiver(ME, LAYOUT, self.arena, lambda: None)
+        self.receiver: NetworkReceiver = UcxBackend(settings=SETTINGS).receiver(ME, LAYOUT, self.arena, lambda: None)
         self.endpoint = self.receiver.listen("127.0.0.1", "127.0.0.1")
         self.came: list[Arrived | ChannelLost] = []
 
@@ -100,7 +100,7 @@ def test_a_sender_that_goes_between_announcement_and_payload_is_seen_at_once(rec
 def test_a_receiver_that_takes_nothing_is_lost(receiving: Receiving) -> None:
     """It has two slots, and nobody frees them."""
     arena = StagingArena(8, SLOT_BYTES)
-    sender = UcxBackend(SETTINGS).sender(arena)
+    sender = UcxBackend(settings=SETTINGS).sender(arena)
     reasons: list[str] = []
     channel = sender.connect(receiving.endpoint, HELLO, reasons.append)
     done: list[str | None] = []
