@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).parents[2]
-OVERLAYS = ("cpu-demo", "multi-node")
+OVERLAYS = ("cpu-demo", "multi-node", "multi-node-tls")
 ROLE = "pdserve.io/role"
 ROLES = ("gateway", "router", "prefill", "decode")
 
