@@ -13,10 +13,12 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,14 +61,16 @@ class Footprint:
     """What a process holds that its metrics do not show; of its children, too."""
 
     pid: int
-    fds: int
+    files: Counter[str]
+    """By what they are; TCP connections by the server's port."""
     threads: int
     rss_bytes: int
 
     def why_grown(self, before: Footprint) -> str:
         """What it has more of than pools that fill up once explain."""
-        if self.fds > before.fds + FD_SLACK:
-            return f"{self.fds} open files, at first {before.fds}"
+        if self.files.total() > before.files.total() + FD_SLACK:
+            more = dict(self.files - before.files)
+            return f"{self.files.total()} open files, at first {before.files.total()}; more are {more}"
         if self.threads > before.threads + THREAD_SLACK:
             return f"{self.threads} threads, at first {before.threads}"
         if self.rss_bytes > before.rss_bytes + RSS_SLACK_BYTES:
@@ -285,10 +289,27 @@ def footprint(member: Member, pids: list[int]) -> Footprint:
     processes = [psutil.Process(pid) for pid in pids]
     return Footprint(
         member.pid,
-        sum(p.num_fds() for p in processes),
+        sum((open_files(p) for p in processes), Counter[str]()),
         sum(p.num_threads() for p in processes),
         sum(p.memory_info().rss for p in processes),
     )
+
+
+def open_files(process: psutil.Process) -> Counter[str]:
+    """Of one process, by kind."""
+    kinds: Counter[str] = Counter()
+    for connection in process.net_connections("all"):
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            server = connection.raddr or connection.laddr
+            kinds[f"tcp {connection.status} {connection.laddr.port} with {server.port}"] += 1
+        else:
+            kinds["unix socket"] += 1
+    for number in os.listdir(f"/proc/{process.pid}/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/{process.pid}/fd/{number}")
+            if not target.startswith("socket:"):
+                kinds[target.partition(":")[0] if ":" in target else target] += 1
+    return kinds
 
 
 def metrics(member: Member, timeout_s: float = 2.0) -> dict[str, float]:
