@@ -2,8 +2,10 @@
 
     rate = (tokens + those of the prior) / (seconds + those of the prior)
 
-What is older counts less. Without the prior's weight one odd request would decide; a request beyond OUTLIER times the
-rate so far counts as that. Until anything is known there is no rate, and the policy takes its own constant.
+What is older counts less. Without the prior's weight one odd request would decide. What disturbs a request (others on
+the worker that this router does not know of yet) makes it slower, never faster: a slower one counts as SLOWER times the
+rate so far at most, a faster one as it is, within FASTER. Until anything is known there is no rate, and the policy has
+its own constant.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ MEMORY_TOKENS = 65_536
 """After so many tokens an observation counts half."""
 PRIOR_TOKENS = 2_048
 """Weight of the first guess, which is the first observation."""
-OUTLIER = 4.0
+SLOWER = 1.1
+FASTER = 4.0
 
 
 @dataclass(slots=True)
@@ -42,7 +45,7 @@ class Rate:
             return
         expected_s = tokens * self.seconds_per_token
         if expected_s:
-            seconds = min(max(seconds, expected_s / OUTLIER), expected_s * OUTLIER)
+            seconds = min(max(seconds, expected_s / FASTER), expected_s * SLOWER)
         keep = 0.5 ** (tokens / MEMORY_TOKENS)
         self._tokens = self._tokens * keep + tokens
         self._seconds = self._seconds * keep + seconds
