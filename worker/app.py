@@ -4,6 +4,7 @@
     peers   == KVHandoff.Stream ====> HandoffServicer (decode) ----------+--> EngineSupervisor == ZeroMQ ==> engine
     peers   <= KVHandoff.Stream ===== HandoffClient (prefill) ----------'
     Redis   <-- Registration, KVPublisher    StatusServer: /metrics, /health, /live
+    Redis   --> PeerCheck (part of being ready)    SIGTERM, operators == WorkerAdmin.Drain ==> Drain: how it ends
 
 Never imports torch: Python work here must not delay a step, nor a step delay a heartbeat.
 """
@@ -20,6 +21,7 @@ import structlog
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from engine import messages
 from engine.messages import (
     AbortRequests,
     AddRequest,
@@ -29,9 +31,6 @@ from engine.messages import (
     PeerLost,
     SendKVSnapshot,
     StepOutputs,
-)
-from engine.messages import (
-    Drain as DrainEngine,
 )
 from pdserve import tls
 from pdserve.channel import Servicer, serve
@@ -202,7 +201,7 @@ class WorkerApp:
         """Before anything is handed back, so that it does not come here again."""
         self._sessions.draining = self._service.draining = True
         self._registration.changed()
-        self._supervisor.send(DrainEngine())
+        self._supervisor.send(messages.Drain())
 
     def _to_engine(self, message: AddRequest | AbortRequests | PeerFrame | PeerAlive | PeerLost) -> bool:
         return self._supervisor.send(message)

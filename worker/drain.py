@@ -78,14 +78,14 @@ class Drain:
         await self._asked.wait()
         self.state = DrainState.DRAINING
         self._deadline_s = asyncio.get_running_loop().time() + self._timeout_s
-        log.info("draining, for %.0f s at most: %d requests are open", self._timeout_s, self._num_open())
+        log.info("draining, for %.0f s at most; open requests: %d", self._timeout_s, self._num_open())
         self._begin()
         if not await self._until_idle(self._timeout_s):
             self.state = DrainState.GIVING_BACK
-            log.warning("%d requests did not end in %.0f s: giving them back", self._num_open(), self._timeout_s)
+            log.warning("%.0f s are over; open requests that are given back: %d", self._timeout_s, self._num_open())
             self._give_back()
             if not await self._until_idle(GIVE_BACK_S):
-                log.error("%d requests are lost with their sessions", self._num_open())
+                log.error("open requests that are lost with their sessions: %d", self._num_open())
         self.state = DrainState.DRAINED
 
     async def progress(self) -> AsyncIterator[worker_pb2.DrainProgress]:
