@@ -173,6 +173,7 @@ async def measure_router(arguments: argparse.Namespace) -> dict[str, float]:
         stack.enter_context(_emitter("prefill,decode", url, steps_per_s))
         port, metrics_port = _free_port(), _free_port()
         flags = ["--port", str(port), "--metrics-port", str(metrics_port), "--redis", url, "--policy", "least_loaded"]
+        flags += ["--local-prefill-tokens", "0"]
         router = stack.enter_context(
             _child([sys.executable, "-m", "router", *flags, "--min-prefill-workers", "1", "--log-level", "error"])
         )

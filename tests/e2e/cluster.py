@@ -200,6 +200,7 @@ class Cluster:
             str(metrics),
             "--redis",
             self.redis_url,
+            *("--local-prefill-tokens", "0"),  # short prompts are handed off, too
             *flags,
         ]
         return self.add(name, argv, port, metrics)

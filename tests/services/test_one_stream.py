@@ -61,7 +61,9 @@ async def test_256_requests_share_one_stream_each(tmp_path: Path, model: ServedM
         decode = GatedWorker("d0", "decode", redis.url, gate=gate)
         await prefill.start()
         await decode.start()
-        router = Router(RouterConfig(redis_url=redis.url, poll_interval_s=0.05, policy="round_robin"))
+        router = Router(
+            RouterConfig(redis_url=redis.url, poll_interval_s=0.05, policy="round_robin", local_prefill_tokens=0)
+        )
         await router.start()
         try:
             await eventually(lambda: router.workers.known.keys() == {"p0", "d0"}, "both workers are known")

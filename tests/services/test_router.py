@@ -114,6 +114,7 @@ def valkey(tmp_path: Path) -> Iterator[RedisProcess]:
 @asynccontextmanager
 async def running_fleet(valkey: RedisProcess, **settings: object) -> AsyncIterator[Fleet]:
     settings.setdefault("policy", "round_robin")  # where the tests say which worker comes next
+    settings.setdefault("local_prefill_tokens", 0)  # short prompts are handed off, too
     config = RouterConfig(redis_url=valkey.url, poll_interval_s=0.05, drain_timeout_s=0.1, **settings)  # type: ignore[arg-type]
     router = Router(config)
     await router.start()

@@ -58,6 +58,7 @@ def valkey(tmp_path: Path) -> Iterator[RedisProcess]:
 
 @asynccontextmanager
 async def router_process(*flags: str) -> AsyncIterator[RouterProcess]:
+    flags = ("--local-prefill-tokens", "0", *flags)  # short prompts are handed off, too
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "router", *flags, stderr=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[2]
     )
