@@ -4,12 +4,12 @@ Owns one stream and the small buffers of the copies that are on their way. Which
 business. Started by the engine's thread only; ``KVCopy.wait`` is for any other.
 
     steps' stream    [ layers 0..7 ] [ layers 8..15 ] ...                          what is launched after join()
-                          | follow()     | follow()                                  ^ join()
+                          | mark()       | mark()                                    ^ join()
     copies' stream        '-> [ pack ]   '-> [ pack ] ...  [ unpack ] ---------------'
 
-``follow()``: copies started from now on come after what is launched on the steps' stream so far. ``join()``: steps
-launched from now on come after the copies started so far; whoever frees blocks that a copy may still touch calls it, so
-that nothing is written into them before the copy is over.
+``mark()``: what is launched on the steps' stream so far, for a copy to come after. ``join()``: steps launched from now
+on come after the copies started so far; whoever frees blocks that a copy may still touch calls it, so that nothing is
+written into them before the copy is over.
 """
 
 from __future__ import annotations
@@ -76,8 +76,10 @@ class KVCopies:
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._free = deque(self._make_desk(_TABLE_BLOCKS) for _ in range(_DESKS))
 
-    def follow(self) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     def join(self) -> None:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
@@ -91,11 +93,14 @@ class KVCopies:
         layer_start: int,
         layer_end: int,
         wire: WireMemory,
+        after: torch.cuda.Event | None = None,
     ) -> KVCopy:
         """Start to copy this range to the wire, in the cache's dtype."""
         self._check_size(token_end - token_start, layer_end - layer_start, wire, self._data.dtype)
         desk, offset = self._desk_for(block_table, token_start, token_end)
         with torch.cuda.stream(self._stream):
+            if after is not None:
+                self._stream.wait_event(after)
             self._begin(desk)
             end = offset + token_end - token_start
             move_kv(self._words[layer_start:layer_end], desk.table, offset, end, wire, desk.sums, pack=True)

@@ -11,8 +11,9 @@ from kv_transfer.staging import DEFAULT_NUM_SLOTS, DEFAULT_SLOT_BYTES, SlotPool,
 DEVICE_SLOT_BYTES = 32 << 20
 """So much that moving it takes a GPU longer than saying so takes the host; and still a part of a layer group only."""
 MIN_DEVICE_SLOTS = 8
-STEPS = 1.5
-"""Of KV that device staging holds: a step is launched as a whole, before the device has computed any of it."""
+STEPS = 2
+"""Of KV that device staging holds: a step is launched as a whole, before the device has computed any of it, and one
+receiver of several may have half of the slots."""
 
 
 class EngineStaging:
@@ -46,5 +47,5 @@ class EngineStaging:
     def _of_device(self) -> SlotPool:
         from kv_transfer.cuda import CudaRuntime, CudaStaging
 
-        num_slots = max(MIN_DEVICE_SLOTS, int(STEPS * self._step_bytes) // DEVICE_SLOT_BYTES)
+        num_slots = max(MIN_DEVICE_SLOTS, STEPS * self._step_bytes // DEVICE_SLOT_BYTES)
         return CudaStaging(CudaRuntime(self._device), num_slots, DEVICE_SLOT_BYTES)

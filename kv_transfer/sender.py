@@ -49,8 +49,10 @@ class SenderPort(Protocol):
 
     def ticket_deferred(self, request_id: str, retry_after_s: float) -> None: ...
 
-    def pack(self, request_id: str, part: KVRange, out: Any) -> DeviceCopy | None:
+    def pack(self, request_id: str, part: KVRange, out: Any, after: Any) -> DeviceCopy | None:
         """Copy this range of the request's KV into ``out`` (memoryview or DeviceView), which it fills.
+
+        ``after``: what came with ``kv_computed``.
 
         None: it is there. Else a device has begun, and the block mix of what it writes comes with the end of that.
         """
@@ -73,7 +75,7 @@ class Link:
     peer: str
     channel: Channel
     arena: SlotPool
-    pending: deque[tuple[SendTransfer, KVRange]] = field(default_factory=deque)
+    pending: deque[tuple[SendTransfer, KVRange, Any]] = field(default_factory=deque)
     slots_in_use: int = 0
 
 
@@ -157,8 +159,8 @@ class Sender:
         question = Open(self._me, self._layout, prompt_tokens, left_s, tuple(self._backends), no_kv, probes)
         self._port.send(peer, Frame(key, question))
 
-    def kv_computed(self, request_id: str, part: KVRange) -> None:
-        """This range is in the engine's blocks: it leaves as soon as staging has room."""
+    def kv_computed(self, request_id: str, part: KVRange, after: Any = None) -> None:
+        """This range is in the engine's blocks, or will be ``after`` that: it leaves as soon as staging has room."""
         transfer = self._by_request.get(request_id)
         if transfer is None or transfer.ticket is None or transfer.link is None:
             return
@@ -170,7 +172,7 @@ class Sender:
             return
         limit = min(transfer.link.arena.slot_bytes, transfer.ticket.max_segment_bytes)
         for piece in split(part, self._cell_bytes, limit):
-            transfer.link.pending.append((transfer, piece))
+            transfer.link.pending.append((transfer, piece, after))
             transfer.segments_planned += 1
         self._pump()
 
@@ -335,8 +337,8 @@ class Sender:
                 if slot is None:
                     waiting.remove(link)
                     continue
-                transfer, piece = link.pending.popleft()
-                self._pack_and_send(link, transfer, piece, slot)
+                transfer, piece, after = link.pending.popleft()
+                self._pack_and_send(link, transfer, piece, after, slot)
                 if not self._may_pack(link):
                     waiting.remove(link)
 
@@ -345,14 +347,14 @@ class Sender:
         limit = max(1, num_slots // 2) if len(self._links) > 1 else num_slots
         return bool(link.pending) and link.slots_in_use < limit
 
-    def _pack_and_send(self, link: Link, transfer: SendTransfer, piece: KVRange, slot: StagingSlot) -> None:
+    def _pack_and_send(self, link: Link, transfer: SendTransfer, piece: KVRange, after: Any, slot: StagingSlot) -> None:
         assert transfer.ticket is not None
         if transfer.state is TransferState.READY:
             transfer.move(TransferState.TRANSFERRING)
             transfer.first_segment_s = self._clock()
         size = piece.cells * self._cell_bytes
         payload = slot.view[:size]
-        copy = self._port.pack(transfer.request_id, piece, payload)
+        copy = self._port.pack(transfer.request_id, piece, payload, after)
         header = kv_pb2.SegmentHeader(
             transfer_id=transfer.key.transfer_id,
             attempt=transfer.key.attempt,

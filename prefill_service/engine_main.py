@@ -89,10 +89,9 @@ class PrefillHandoff:
         )
 
     def kv_computed(self, request: Request, token_start: int, token_end: int, layer_start: int, layer_end: int) -> None:
-        """On a device: its kernels that compute this are launched, and packing follows them."""
-        if self._copies is not None:
-            self._copies.follow()
-        self._sender.kv_computed(request.request_id, KVRange(token_start, token_end, layer_start, layer_end))
+        """On a device: its kernels that compute this are launched, and packing comes after them."""
+        after = None if self._copies is None else self._copies.mark()
+        self._sender.kv_computed(request.request_id, KVRange(token_start, token_end, layer_start, layer_end), after)
 
     def prefill_ended(self, request: Request, output: RequestOutput) -> None:
         first_output = output_to_pb(output, request.request_id).SerializeToString()
@@ -145,10 +144,12 @@ class PrefillHandoff:
     def ticket_deferred(self, request_id: str, retry_after_s: float) -> None:
         self._core.defer_ticket(request_id, retry_after_s)
 
-    def pack(self, request_id: str, part: KVRange, out: memoryview | DeviceView) -> DeviceCopy | None:
+    def pack(
+        self, request_id: str, part: KVRange, out: memoryview | DeviceView, after: torch.cuda.Event | None
+    ) -> DeviceCopy | None:
         request = self._core.scheduler.requests[request_id]
         if self._copies is not None:
-            return self._copies.pack(request.block_table, *part, WireMemory(address_of(out), len(out)))
+            return self._copies.pack(request.block_table, *part, WireMemory(address_of(out), len(out)), after)
         assert isinstance(out, memoryview)
         self._kv_cache.pack(request.block_table, *part, torch.frombuffer(out, dtype=torch.uint8), self._dtype)
         return None

@@ -184,7 +184,7 @@ class P:
     def ticket_deferred(self, request_id: str, retry_after_s: float) -> None:
         self.deferred.add(request_id)
 
-    def pack(self, request_id: str, part: KVRange, out: memoryview) -> None:
+    def pack(self, request_id: str, part: KVRange, out: memoryview, after: object) -> None:
         require(request_id in self.blocks, "law 2: nothing is packed from blocks that were freed")
         out[:] = tag(self.worker_id, self.incarnation, request_id)
 

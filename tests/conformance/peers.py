@@ -287,9 +287,8 @@ class SenderPeer(Peer):
         for layer in range(0, LAYERS, job.layers_at_once):
             layer_end = min(layer + job.layers_at_once, LAYERS)
             self.pool.write(name, kv, start, end, layer, layer_end)
-            if self.copies is not None:
-                self.copies.follow()
-            self.sender.kv_computed(name, KVRange(start, end, layer, layer_end))
+            after = None if self.copies is None else self.copies.mark()
+            self.sender.kv_computed(name, KVRange(start, end, layer, layer_end), after)
         if name not in self.computed:
             return  # failed meanwhile
         self.computed[name] = end
@@ -350,10 +349,12 @@ class SenderPeer(Peer):
     def ticket_deferred(self, request_id: str, retry_after_s: float) -> None:
         self.tell("busy", request_id)
 
-    def pack(self, request_id: str, part: KVRange, out: memoryview | DeviceView) -> DeviceCopy | None:
+    def pack(
+        self, request_id: str, part: KVRange, out: memoryview | DeviceView, after: torch.cuda.Event | None
+    ) -> DeviceCopy | None:
         table = self.pool.tables[request_id]
         if self.copies is not None:
-            return self.copies.pack(table, *part, WireMemory(address_of(out), len(out)))
+            return self.copies.pack(table, *part, WireMemory(address_of(out), len(out)), after)
         assert isinstance(out, memoryview)
         self.pool.cache.pack(table, *part, torch.frombuffer(out, dtype=torch.uint8), self.pool.dtype)
         return None

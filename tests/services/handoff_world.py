@@ -159,7 +159,7 @@ class SenderPort:
     def ticket_deferred(self, request_id: str, retry_after_s: float) -> None:
         self.deferred[request_id] = retry_after_s
 
-    def pack(self, request_id: str, part: KVRange, out: memoryview) -> None:
+    def pack(self, request_id: str, part: KVRange, out: memoryview, after: object) -> None:
         kv = self.kv[request_id]  # KeyError: packed after its blocks were freed
         piece = kv[part.layer_start : part.layer_end, :, :, part.token_start : part.token_end]
         data = np.ascontiguousarray(piece).tobytes()

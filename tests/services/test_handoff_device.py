@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from kv_transfer.backends import load, load_all
 from kv_transfer.block_mix import block_mix64, mix_words
 from kv_transfer.copies import DeviceCopy
 from kv_transfer.layout import KVRange
@@ -36,7 +37,7 @@ class Copy:
 class SenderPort(handoff_world.SenderPort):
     copies: list[Copy]
 
-    def pack(self, request_id: str, part: KVRange, out: memoryview) -> DeviceCopy:  # type: ignore[override]
+    def pack(self, request_id: str, part: KVRange, out: memoryview, after: object) -> DeviceCopy:  # type: ignore[override]
         kv = self.kv[request_id][part.layer_start : part.layer_end, :, :, part.token_start : part.token_end].copy()
 
         def move() -> int:
@@ -222,3 +223,19 @@ def test_block_mix_is_of_every_word_and_its_place() -> None:
     swapped = words[[1, 0, *range(2, 1000)]]
     assert block_mix64(swapped.tobytes()) != total % mod
     assert block_mix64(words.tobytes()[:-3]) == block_mix64(words.tobytes()[:-3] + bytes(3))
+
+
+def test_auto_takes_backends_of_gpus_only_where_there_is_one() -> None:
+    assert [name for name in load_all("auto", "cpu") if name != "ucx"] == ["shm", "tcp"]  # ucx: with RDMA devices
+    with pytest.raises(ValueError, match="need a CUDA device; use another --transfer"):
+        load("cuda_ipc", "cpu")
+    with pytest.raises(ValueError, match="need a CUDA device; use another --transfer"):
+        load("nccl", "cpu")
+
+
+def test_why_no_backend_reaches_the_sender_is_said(world: DeviceWorld) -> None:
+    world.d_backend.unreachable = lambda probe: f"the probe {probe!r} opens nothing here"  # type: ignore[method-assign]
+    world.start("r", 16)
+    assert "the probe '' opens nothing here" in world.d_port.failed["r"]
+    assert "the probe '' opens nothing here" in world.p_port.failed["r"]
+    world.assert_at_rest()
