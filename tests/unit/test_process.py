@@ -195,3 +195,14 @@ def test_it_dies_with_its_service(service: Service) -> None:
         parent.kill()
     psutil.wait_procs([engine], timeout=PATIENCE_S)
     assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_thread_may_wake_it_after_its_end(tmp_path: Path) -> None:
+    """Threads of the hand-off outlive the loop for a moment: what they ring must still be the engine's own file."""
+    from engine.process import EngineProcess  # here only: it is what runs in the other process
+
+    process = EngineProcess(
+        to_engine=f"ipc://{tmp_path}/to", from_engine=f"ipc://{tmp_path}/from", parent_pid=os.getppid()
+    )
+    process._close()  # the end of ``run``, which would make this process die with its parent
+    process.wakeup()
