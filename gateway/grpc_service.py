@@ -96,6 +96,16 @@ class InferenceService(gateway_pb2_grpc.InferenceServicer):
             has_chat_template=model.chat_template is not None,
         )
 
+    async def GetLoad(self, request: pb.LoadRequest, context: Context) -> pb.FleetLoad:
+        load = self._gateway.routers.load
+        return pb.FleetLoad(
+            running=load.running,
+            waiting=load.waiting,
+            queued_tokens=load.queued_tokens,
+            free_blocks=load.free_blocks,
+            total_blocks=load.total_blocks,
+        )
+
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenIds:
         async with self._served("Tokenize", context):
             gateway = self._gateway

@@ -59,6 +59,12 @@ class RouterPool:
         return max((session.load.pool_tokens for session in self.usable), default=0)
 
     @property
+    def load(self) -> pb.Load:
+        """Of the fleet: routers know the same workers, so the first one's word is enough. All 0 without one."""
+        usable = self.usable
+        return usable[0].load if usable else pb.Load()
+
+    @property
     def not_ready_reason(self) -> str | None:
         """Why no request could be served now; None when one could."""
         usable = self.usable

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         SlowConsumerError,
         UnavailableError,
     )
-    from pdserve.results import Choice, Chunk, Generation, ModelInfo, TokenLogprob, Usage
+    from pdserve.results import Choice, Chunk, Generation, Load, ModelInfo, TokenLogprob, Usage
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "Generation",
     "InternalError",
     "InvalidRequestError",
+    "Load",
     "ModelInfo",
     "ModelNotFoundError",
     "OverloadedError",
@@ -52,7 +53,7 @@ __all__ = [
 ]
 
 _CLIENTS = {"AsyncClient": "async_client", "AsyncStream": "async_client", "Client": "client", "Stream": "client"}
-_RESULTS = ("Choice", "Chunk", "Generation", "ModelInfo", "TokenLogprob", "Usage")
+_RESULTS = ("Choice", "Chunk", "Generation", "Load", "ModelInfo", "TokenLogprob", "Usage")
 
 
 def __getattr__(name: str) -> Any:

@@ -20,7 +20,7 @@ from pdserve.client import DEFAULT_DEADLINE_S, DEFAULT_ENDPOINT
 from pdserve.errors import PdserveError, RequestCancelledError
 from pdserve.progress import Progress, Request
 from pdserve.requests import Message, Options, Prompt
-from pdserve.results import Chunk, Generation, ModelInfo, Usage
+from pdserve.results import Chunk, Generation, Load, ModelInfo, Usage
 from pdserve.retries import Endpoints, Retries, RetryPolicy
 from pdserve.v1 import gateway_pb2 as pb
 from pdserve.v1 import gateway_pb2_grpc
@@ -91,6 +91,11 @@ class AsyncClient:
         """What is served. Raises PdserveError."""
         info = await self._call(lambda stub, **call: stub.GetModelInfo(pb.ModelInfoRequest(), **call))
         return ModelInfo(info.model, info.max_model_len, info.vocab_size, info.has_chat_template)
+
+    async def load(self) -> Load:
+        """How busy the workers are. Raises PdserveError."""
+        load = await self._call(lambda stub, **call: stub.GetLoad(pb.LoadRequest(), **call))
+        return Load(load.running, load.waiting, load.queued_tokens, load.free_blocks, load.total_blocks)
 
     async def tokenize(self, text: str | Sequence[Message], *, skip_bos: bool = False) -> list[int]:
         """Token ids of a text, or of messages as the chat template writes them. Raises PdserveError."""

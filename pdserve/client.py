@@ -19,7 +19,7 @@ from pdserve import requests, rpc
 from pdserve.errors import PdserveError, RequestCancelledError
 from pdserve.progress import Progress, Request
 from pdserve.requests import Message, Options, Prompt
-from pdserve.results import Chunk, Generation, ModelInfo, Usage
+from pdserve.results import Chunk, Generation, Load, ModelInfo, Usage
 from pdserve.retries import Endpoints, Retries, RetryPolicy
 from pdserve.v1 import gateway_pb2 as pb
 from pdserve.v1 import gateway_pb2_grpc
@@ -93,6 +93,11 @@ class Client:
         """What is served. Raises PdserveError."""
         info = self._call(lambda stub, **call: stub.GetModelInfo(pb.ModelInfoRequest(), **call))
         return ModelInfo(info.model, info.max_model_len, info.vocab_size, info.has_chat_template)
+
+    def load(self) -> Load:
+        """How busy the workers are. Raises PdserveError."""
+        load = self._call(lambda stub, **call: stub.GetLoad(pb.LoadRequest(), **call))
+        return Load(load.running, load.waiting, load.queued_tokens, load.free_blocks, load.total_blocks)
 
     def tokenize(self, text: str | Sequence[Message], *, skip_bos: bool = False) -> list[int]:
         """Token ids of a text, or of messages as the chat template writes them. Raises PdserveError."""

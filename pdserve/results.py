@@ -82,3 +82,17 @@ class ModelInfo:
     max_model_len: int
     vocab_size: int
     has_chat_template: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy the workers are that answer through a gateway."""
+
+    running: int
+    waiting: int
+    queued_tokens: int
+    """Of prompts, not yet computed."""
+    free_blocks: int
+    """Of KV, that can be taken now."""
+    total_blocks: int
+    """0: nobody can answer."""

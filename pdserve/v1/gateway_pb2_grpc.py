@@ -49,6 +49,11 @@ class InferenceStub:
                 request_serializer=pdserve_dot_v1_dot_gateway__pb2.ModelInfoRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_gateway__pb2.ModelInfo.FromString,
                 _registered_method=True)
+        self.GetLoad = channel.unary_unary(
+                '/pdserve.v1.Inference/GetLoad',
+                request_serializer=pdserve_dot_v1_dot_gateway__pb2.LoadRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_gateway__pb2.FleetLoad.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/pdserve.v1.Inference/Tokenize',
                 request_serializer=pdserve_dot_v1_dot_gateway__pb2.TokenizeRequest.SerializeToString,
@@ -77,6 +82,12 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetLoad(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -111,6 +122,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GetModelInfo,
                     request_deserializer=pdserve_dot_v1_dot_gateway__pb2.ModelInfoRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_gateway__pb2.ModelInfo.SerializeToString,
+            ),
+            'GetLoad': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLoad,
+                    request_deserializer=pdserve_dot_v1_dot_gateway__pb2.LoadRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_gateway__pb2.FleetLoad.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -204,6 +220,33 @@ class Inference:
             '/pdserve.v1.Inference/GetModelInfo',
             pdserve_dot_v1_dot_gateway__pb2.ModelInfoRequest.SerializeToString,
             pdserve_dot_v1_dot_gateway__pb2.ModelInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Inference/GetLoad',
+            pdserve_dot_v1_dot_gateway__pb2.LoadRequest.SerializeToString,
+            pdserve_dot_v1_dot_gateway__pb2.FleetLoad.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,6 +40,7 @@ class InferenceStub:
     Generate: _grpc.UnaryStreamMultiCallable[_gateway_pb2.TextRequest, _gateway_pb2.GenerateResponse]
     Chat: _grpc.UnaryStreamMultiCallable[_gateway_pb2.ChatRequest, _gateway_pb2.GenerateResponse]
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ModelInfoRequest, _gateway_pb2.ModelInfo]
+    GetLoad: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.LoadRequest, _gateway_pb2.FleetLoad]
     Tokenize: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.TokenizeRequest, _gateway_pb2.TokenIds]
     Detokenize: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.DetokenizeRequest, _gateway_pb2.DetokenizeResponse]
 
@@ -49,6 +50,7 @@ class InferenceAsyncStub(InferenceStub):
     Generate: _aio.UnaryStreamMultiCallable[_gateway_pb2.TextRequest, _gateway_pb2.GenerateResponse]  # type: ignore[assignment]
     Chat: _aio.UnaryStreamMultiCallable[_gateway_pb2.ChatRequest, _gateway_pb2.GenerateResponse]  # type: ignore[assignment]
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ModelInfoRequest, _gateway_pb2.ModelInfo]  # type: ignore[assignment]
+    GetLoad: _aio.UnaryUnaryMultiCallable[_gateway_pb2.LoadRequest, _gateway_pb2.FleetLoad]  # type: ignore[assignment]
     Tokenize: _aio.UnaryUnaryMultiCallable[_gateway_pb2.TokenizeRequest, _gateway_pb2.TokenIds]  # type: ignore[assignment]
     Detokenize: _aio.UnaryUnaryMultiCallable[_gateway_pb2.DetokenizeRequest, _gateway_pb2.DetokenizeResponse]  # type: ignore[assignment]
 
@@ -73,6 +75,13 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.ModelInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.ModelInfo, _abc.Awaitable[_gateway_pb2.ModelInfo]]: ...
+
+    @_abc_1.abstractmethod
+    def GetLoad(
+        self,
+        request: _gateway_pb2.LoadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.FleetLoad, _abc.Awaitable[_gateway_pb2.FleetLoad]]: ...
 
     @_abc_1.abstractmethod
     def Tokenize(

@@ -136,6 +136,24 @@ async def test_model_and_tokenizer(model: ServedModel, client: pdserve.AsyncClie
     assert await client.detokenize(token_ids) == TEXT
 
 
+async def test_load(router: FakeRouter, client: pdserve.AsyncClient, served: SdkGateway) -> None:
+    """As the router said with its heartbeats."""
+    router.total_blocks = 70
+    load = await client.load()
+    for _ in range(200):
+        if load.total_blocks == 70:
+            break
+        await asyncio.sleep(0.05)
+        load = await client.load()
+    assert load == pdserve.Load(0, 0, 0, 0, 70)
+
+    def blocking() -> pdserve.Load:
+        with pdserve.Client(served.address, deadline_s=20) as client:
+            return client.load()
+
+    assert await asyncio.to_thread(blocking) == load
+
+
 def in_thread(address: str) -> tuple[pdserve.Generation, str, pdserve.ModelInfo, list[int], str]:
     with pdserve.Client(address, deadline_s=20) as client:
         answer = client.chat(HI, max_tokens=64)
