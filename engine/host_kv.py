@@ -16,8 +16,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-_GROUP_BYTES = 64 << 20
-"""Of the buffer on the device."""
+_GROUP_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+"""Of the buffer on the device: it should stay in a CPU's cache, and give a GPU work for longer than a launch takes."""
 _PROBE_BLOCKS = 8
 
 
@@ -48,7 +48,7 @@ class HostKV:
                 f"host_kv_bytes={num_bytes} holds no block of {self.block_bytes} bytes: "
                 f"use --host-kv-bytes {16 * self.block_bytes} or more, or 0 for none"
             )
-        self._group = max(1, _GROUP_BYTES // self.block_bytes)
+        self._group = max(1, _GROUP_BYTES[block.device.type] // self.block_bytes)
         shape = (self.num_blocks, len(self._layers), *block.shape)
         if block.device.type == "cpu":
             # calloc: pages cost nothing until they are written.
