@@ -42,6 +42,9 @@ from worker.translate import first_output_from_pb
 
 log = structlog.get_logger()
 
+NAP_S = 100e-6
+"""Between two looks at the data plane while a step runs on a device; the next step is launched already."""
+
 
 class DecodeHandoff:
     """The core's ``HandoffReceiver``, the process's ``Handoff`` and the receiver's port."""
@@ -61,6 +64,8 @@ class DecodeHandoff:
         self._process = process
         self._core = core
         self._copies = kv_cache.copies
+        if self._copies is not None:
+            core.while_waiting = self._go_on
         device = core.config.device
         self._staging = EngineStaging(device)
         backends: dict[str, tuple[SegmentReceiver, str]] = {}
@@ -182,6 +187,14 @@ class DecodeHandoff:
         self._core.release_reservation(request_id)
 
     # ---- inside
+
+    def _go_on(self) -> bool:
+        """While the device computes a step: what has come is unpacked, and what is whole is published."""
+        if not self._receiver.open_transfers:
+            return False
+        self._receiver.poll()
+        time.sleep(NAP_S)
+        return True
 
     def _free_after_unpacking(self) -> None:
         """Blocks that are freed may be written by the next step: not before the unpacking that was started is over."""

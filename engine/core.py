@@ -86,6 +86,10 @@ class Runner(Protocol):
 class PendingStep(Protocol):
     """A launched step."""
 
+    def is_done(self) -> bool:
+        """Whether ``result`` would not wait."""
+        ...
+
     def result(self) -> SampledBatch:
         """Waits for the device. Called once, in the order of launches."""
         ...
@@ -127,6 +131,9 @@ class EngineCore:
         )
         self.limits = EngineLimits(runner.num_blocks, config.block_size, runner.max_model_len, runner.vocab_size)
         self.draining = False
+        self.while_waiting: Callable[[], bool] | None = None
+        """Called over and over while a launched step is waited for, as between steps; until it returns False, when
+        there is nothing to do. Of the hand-off, whose data comes and goes while a step runs."""
         self._launch = runner.launch if config.async_scheduling and isinstance(runner, AsyncRunner) else None
         self._in_flight: tuple[ScheduledBatch, PendingStep, float] | None = None
         """The batch, its results to come, and when it was launched."""
@@ -227,6 +234,8 @@ class EngineCore:
                 self._host_memory.copy_in(copy.slots, copy.block_ids)
 
     def _read(self, batch: ScheduledBatch, pending: PendingStep, launched_s: float) -> None:
+        while self.while_waiting is not None and not pending.is_done() and self.while_waiting():
+            pass
         self._take(batch, pending.result(), launched_s)
 
     def _take(self, batch: ScheduledBatch, sampled: SampledBatch, launched_s: float) -> None:

@@ -65,6 +65,9 @@ class GpuStep:
     held: DrawnLogprobs | None
     """Device memory that is still being copied."""
 
+    def is_done(self) -> bool:
+        return bool(self.ring.done.query())  # type: ignore[no-untyped-call]
+
     def result(self) -> SampledBatch:
         self.ring.done.synchronize()
         token_ids: list[int | None] = [None] * self.num_items

@@ -41,6 +41,9 @@ from worker.translate import output_to_pb
 
 log = structlog.get_logger()
 
+NAP_S = 100e-6
+"""Between two looks at the data plane while a step runs on a device; the next step is launched already."""
+
 
 class PrefillHandoff:
     """The core's ``HandoffSender``, the process's ``Handoff`` and the sender's port."""
@@ -58,6 +61,8 @@ class PrefillHandoff:
         self._core = core
         self._kv_cache = kv_cache
         self._copies = kv_cache.copies
+        if self._copies is not None:
+            core.while_waiting = self._go_on
         self._dtype: torch.dtype = getattr(torch, layout.dtype)
         device, max_tokens = core.config.device, core.config.max_num_batched_tokens
         self._staging = EngineStaging(device, max_tokens * layout.num_layers * cell_bytes(layout, layout.dtype))
@@ -165,6 +170,14 @@ class PrefillHandoff:
         self._core.release_kv(request_id, (ErrorCode.HANDOFF_FAILED, reason, True), peer_lost)
 
     # ---- inside
+
+    def _go_on(self) -> bool:
+        """While the device computes a step: what it has packed leaves, and what waits for a slot is packed."""
+        if not self._sender.open_transfers:
+            return False
+        self._sender.poll()
+        time.sleep(NAP_S)
+        return True
 
     def _free_after_packing(self) -> None:
         """Blocks that are freed may be written by the next step: not before the packing that was started read them."""

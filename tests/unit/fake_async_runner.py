@@ -34,6 +34,9 @@ class LaunchedStep:
     items: list[LaunchedItem]
     sampled: SampledBatch | None = None
 
+    def is_done(self) -> bool:
+        return self.runner.is_done()
+
     def result(self) -> SampledBatch:
         assert self.runner.unread.pop(0) is self, "results are read in the order of launches"
         self.runner.execute(self)
@@ -44,6 +47,7 @@ class LaunchedStep:
 @dataclass
 class FakeAsyncRunner(FakeRunner):
     unread: list[LaunchedStep] = field(default_factory=list)
+    is_done: Callable[[], bool] = lambda: True
     tokens: dict[Request, list[int]] = field(default_factory=dict)
     """What the device knows of each request: all its tokens."""
 

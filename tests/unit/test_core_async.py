@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from engine.core import EngineCore
 from engine.messages import AddRequest, FinishReason
 from tests.unit import test_core_handoff
-from tests.unit.fake_async_runner import batches_of, make_async_core
+from tests.unit.fake_async_runner import FakeAsyncRunner, batches_of, make_async_core
 from tests.unit.fake_runner import make_core, make_message, oracle
 from tests.unit.leaks import assert_no_leak, check_books
 from tests.unit.test_scheduler_random import SHAPES, Client, is_refused, messages
@@ -140,3 +142,42 @@ def test_the_configuration_turns_it_off() -> None:
 def test_random_hand_offs_between_engines_that_launch_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_core_handoff, "make_core", make_async_core)
     test_core_handoff.test_random_loads_aborts_and_delays()
+
+
+class BusyCluster(test_core_handoff.Cluster):
+    """Whose hand-offs go on while a step is waited for: tickets, segments, ends and failures come in the middle."""
+
+    def __init__(self, *shapes: dict[str, object]) -> None:
+        super().__init__(*shapes)
+        rng = random.Random(7)
+
+        def deliver() -> bool:
+            self.link.deliver(rng.randint(0, 2))
+            self.delivered += 1
+            return rng.random() < 0.8
+
+        self.delivered = 0
+        for core in (self.p, self.d):
+            assert isinstance(core.runner, FakeAsyncRunner)
+            core.runner.is_done = lambda: rng.random() < 0.3
+            core.while_waiting = deliver
+
+
+def test_random_hand_offs_that_go_on_while_a_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_core_handoff, "make_core", make_async_core)
+    monkeypatch.setattr(test_core_handoff, "Cluster", BusyCluster)
+    test_core_handoff.test_random_loads_aborts_and_delays()
+
+
+def test_a_step_that_is_over_is_not_waited_for() -> None:
+    core = make_async_core()
+    calls: list[None] = []
+    core.while_waiting = lambda: bool(calls.append(None))
+    core.add(make_message("a", [1, 2, 3], 4, ignore_eos=True))
+    run_to_end(core, Client(core))
+    assert not calls
+    assert isinstance(core.runner, FakeAsyncRunner)
+    core.runner.is_done = lambda: False
+    core.add(make_message("b", [1, 2, 3], 4, ignore_eos=True))
+    run_to_end(core, Client(core))
+    assert len(calls) == 4  # once a step: there is nothing to do, so the result is waited for
