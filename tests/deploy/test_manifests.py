@@ -61,6 +61,8 @@ def test_ports_are_those_of_the_flags(pod: Pod) -> None:
         expected = {"http": int(pod.flags["port"]), "grpc": int(pod.flags["grpc-port"])}
     else:
         expected = {"grpc": int(pod.flags["port"]), "metrics": int(pod.flags["metrics-port"])}
+        if pod.role == "decode":
+            expected["kv"] = int(pod.flags["data-port"])
     assert pod.ports == expected
     for path, port in pod.probes.values():
         assert path in ("/live", "/health")
@@ -154,9 +156,10 @@ def test_network_policies_allow_what_is_needed_and_nothing_else(overlay: str) ->
         ("decode", "redis"),
         *((source, "gateway") for source in (*ROLES, "redis", "elsewhere")),
     }
-    # KV comes in on a port that is not known before.
-    assert may_connect(overlay, "prefill", "decode", port="any other")
-    assert not may_connect(overlay, "router", "decode", port="any other")
+    assert may_connect(overlay, "prefill", "decode", port="grpc")
+    assert may_connect(overlay, "prefill", "decode", port="kv")
+    assert not may_connect(overlay, "prefill", "decode", port="any other")
+    assert not may_connect(overlay, "router", "decode", port="kv")
 
 
 def may_connect(overlay: str, source: str, target: str, port: str | None = None) -> bool:
@@ -169,7 +172,8 @@ def may_connect(overlay: str, source: str, target: str, port: str | None = None)
             sources = rule.get("from")
             selectors = [s["podSelector"] for s in sources or [] if "podSelector" in s]
             is_source = sources is None or any(source in matching(selector, labels) for selector in selectors)
-            if is_source and ("ports" not in rule or port is None):
+            ports = [entry["port"] for entry in rule.get("ports", [])]
+            if is_source and (not ports or port is None or port in ports):
                 return True
     return False
 
