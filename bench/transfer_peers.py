@@ -84,6 +84,7 @@ def _attend(conn: Connection, content: np.ndarray) -> None:
 
 
 def _nixl() -> Any:
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # else its log lines stand in the table
     for name in NIXL_MODULES:
         try:
             return importlib.import_module(name)
