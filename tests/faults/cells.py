@@ -145,6 +145,7 @@ class Runner:
         if result.reached:
             time.sleep(max(0.0, fault.hold_s - RELEASE_AFTER_S))
             fault.heal(context)
+            result.reached = fault.happened(context)
         for member, pid in drained:
             if member.pid == pid:  # else the fault was its end
                 self._end_drain(member)

@@ -45,6 +45,7 @@ class Context:
     victims: list[Member] = field(default_factory=list)
     pids: list[int] = field(default_factory=list)
     others: list[Asking] = field(default_factory=list)
+    flips_before: int = 0
 
     @property
     def treatment(self) -> str:
@@ -67,6 +68,8 @@ class Fault:
     """Typed ends that are right, beside the whole answer."""
     must_fail: bool = False
     """The answer would be wrong: the client left, or its time was over."""
+    happened: Callable[[Context], bool] = lambda context: True
+    """Asked when it is healed."""
 
 
 def ends(fault: Fault, place: str, shape: str) -> frozenset[str]:
@@ -140,6 +143,23 @@ def _treat(**treatment: bool | float) -> Act:
         context.fleet.treat(context.treatment, {name: dict(treatment) for name in links})
 
     return act
+
+
+def flip(from_bytes: int, num_bits: int) -> Act:
+    def act(context: Context) -> None:
+        context.flips_before = _num_flips(context)
+        _treat(flip=num_bits, flip_from_bytes=from_bytes)(context)
+
+    return act
+
+
+def has_flipped(context: Context) -> bool:
+    """Whether anything passed that could be damaged."""
+    return _num_flips(context) > context.flips_before
+
+
+def _num_flips(context: Context) -> int:
+    return sum(link["flipped"] for link in context.fleet.traffic().values())
 
 
 def _untreat(context: Context) -> None:
@@ -243,8 +263,8 @@ FAULTS = (
     Fault("cut", tuple(LINKS), _treat(cut=True), _untreat, hold_s=2.5),
     Fault("partition", tuple(LINKS), _treat(hold=True), _untreat, hold_s=4.0),
     Fault("delay", tuple(LINKS), _treat(delay_s=0.25), _untreat, hold_s=3.0),
-    Fault("bit_flips", ("kv-data",), _treat(flip=3, flip_from_bytes=4096), _untreat, hold_s=2.0),
-    Fault("tls_bit_flips", MTLS_LINKS, _treat(flip=1, flip_from_bytes=16), _untreat, hold_s=2.0),
+    Fault("bit_flips", ("kv-data",), flip(4096, 3), _untreat, hold_s=2.0, happened=has_flipped),
+    Fault("tls_bit_flips", MTLS_LINKS, flip(16, 1), _untreat, hold_s=2.0, happened=has_flipped),
     Fault("redis_flushed", ("redis",), flush, nothing),
     Fault("redis_full", ("redis",), fill_redis, empty_redis, hold_s=3.0),
     Fault("redis_read_only", ("redis",), make_read_only, make_writable, hold_s=3.0),
