@@ -116,8 +116,8 @@ class Runner:
         asked: list[Asking] = []
         try:
             self._run(cell, state, fault, result, asked)
-        except AssertionError as error:
-            result.problems.append(str(error))
+        except Exception as error:  # a failed cell, and the next one is run
+            result.problems.append(f"{type(error).__name__}: {error}")
         finally:
             state.release(self.fleet)
             self.fleet.untreat_all()

@@ -114,8 +114,8 @@ def run(runner: Runner, plan: Schedule, prompt: list[int], max_tokens: int) -> R
             result.ended.append(str(outcome))
             result.problems += runner.judge(outcome, right | {"gone"} if i in left else right, asking)
         runner.check_recovery(result.problems)
-    except AssertionError as error:
-        result.problems.append(str(error))
+    except Exception as error:  # a failed schedule, and the next one is run
+        result.problems.append(f"{type(error).__name__}: {error}")
     finally:
         fleet.untreat_all()
     result.seconds = round(time.monotonic() - started_s, 1)
