@@ -8,7 +8,8 @@ from typing import Protocol
 from kv_transfer.backends.base import Arrived, ChannelLost, OnDone, OnLost
 from kv_transfer.layout import KVRange, cell_bytes, make_layout
 from kv_transfer.protocol import Frame
-from kv_transfer.receiver import Receiver, ReceiverSettings
+from kv_transfer.receiver import Receiver
+from kv_transfer.receiver_port import ReceiverSettings
 from kv_transfer.segment import SealedSegment
 from kv_transfer.sender import Sender
 from kv_transfer.staging import StagingSlot

@@ -24,7 +24,8 @@ from kv_transfer.backends.base import Channel, Memory, OnDone, OnLost, SegmentSe
 from kv_transfer.copies import DeviceCopy
 from kv_transfer.layout import KVRange, make_layout
 from kv_transfer.protocol import Frame
-from kv_transfer.receiver import Receiver, ReceiverSettings
+from kv_transfer.receiver import Receiver
+from kv_transfer.receiver_port import ReceiverSettings
 from kv_transfer.segment import SealedSegment
 from kv_transfer.sender import Sender
 from kv_transfer.staging import DeviceView, SlotPool, StagingArena, address_of

@@ -16,7 +16,8 @@ import numpy as np
 from kv_transfer.backends.base import Arrived, ChannelLost, OnDone, OnLost
 from kv_transfer.layout import KVRange, make_layout
 from kv_transfer.protocol import Frame
-from kv_transfer.receiver import Receiver, ReceiverSettings
+from kv_transfer.receiver import Receiver
+from kv_transfer.receiver_port import ReceiverSettings
 from kv_transfer.segment import SealedSegment, parse_header
 from kv_transfer.sender import Sender
 from kv_transfer.staging import StagingArena

@@ -16,7 +16,8 @@ from kv_transfer.backends import load, load_all
 from kv_transfer.block_mix import block_mix64, mix_words
 from kv_transfer.copies import DeviceCopy
 from kv_transfer.layout import KVRange
-from kv_transfer.receiver import Receiver, ReceiverSettings
+from kv_transfer.receiver import Receiver
+from kv_transfer.receiver_port import ReceiverSettings
 from kv_transfer.sender import Sender
 from tests.services import handoff_world
 from tests.services.handoff_world import LEASE_S, D, P, World, layout
