@@ -44,7 +44,10 @@ def up(
         float | None, typer.Option(help="Refuse (429) what would wait longer to be computed.  [default: its deadline]")
     ] = None,
     local_prefill_tokens: Annotated[
-        int | None, typer.Option(help="Prompts with fewer uncached tokens are prefilled where they decode; 0 = none.")
+        int | None,
+        typer.Option(
+            help="Prompts with fewer uncached tokens are prefilled where they decode.  [default: 32]"
+        ),
     ] = None,
     load_format: Annotated[
         str | None, typer.Option(help="auto (safetensors) or dummy: random weights, to measure speed.")

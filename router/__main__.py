@@ -9,7 +9,7 @@ import typer
 import uvloop
 
 from router.app import Router
-from router.config import RouterConfig
+from router.config import DEFAULT_LOCAL_PREFILL_TOKENS, RouterConfig
 from router.policies import DEFAULT_POLICY, POLICIES
 from telemetry import logs
 
@@ -23,7 +23,7 @@ def main(
     policy: Annotated[str, typer.Option(help=", ".join(sorted(POLICIES)))] = DEFAULT_POLICY,
     local_prefill_tokens: Annotated[
         int, typer.Option(help="prompts with fewer uncached tokens skip the prefill workers; 0: none does")
-    ] = 0,
+    ] = DEFAULT_LOCAL_PREFILL_TOKENS,
     max_open_requests: Annotated[int, typer.Option(help="more are refused as overloaded")] = 4096,
     max_queued_tokens: Annotated[
         int, typer.Option(help="prompt tokens that may wait at one worker; beyond that, overloaded; 0: no limit")

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from router.policies import DEFAULT_POLICY, POLICIES
 
+DEFAULT_LOCAL_PREFILL_TOKENS = 32
+"""Measured (docs/performance.md, KV transfer): computing so many holds the decode worker's streams up for about as long
+as a hand-off would hold up the request."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
@@ -18,7 +22,7 @@ class RouterConfig:
     router_id: str = ""
     """Empty: made from host name and process id."""
     policy: str = DEFAULT_POLICY
-    local_prefill_tokens: int = 0
+    local_prefill_tokens: int = DEFAULT_LOCAL_PREFILL_TOKENS
     """Prompts with fewer uncached tokens are prefilled by the decode worker itself; 0: always by a prefill worker."""
     max_open_requests: int = 4096
     """More are refused as overloaded."""

@@ -113,7 +113,13 @@ async def test_a_restarted_router_is_ready_only_when_it_knows_the_owners(
         workers = await four_workers(fleet)
         for owner in (workers[1], workers[2]):
             await say_owned(ownership, owner, PROMPT)
-        config = RouterConfig(redis_url=valkey.url, poll_interval_s=0.05, min_prefill_workers=2, min_decode_workers=2)
+        config = RouterConfig(
+            redis_url=valkey.url,
+            poll_interval_s=0.05,
+            min_prefill_workers=2,
+            min_decode_workers=2,
+            local_prefill_tokens=0,
+        )
         router = Router(config)
         await router.start()
         try:
