@@ -14,7 +14,12 @@ from tests.unit.fake_runner import FakeRunner, make_core
 
 
 class PoisonedRunner(FakeRunner):
-    """Fails on the prompt 13, 13."""
+    """Fails on the prompt 13, 13. Counts how often it was told that nothing is left to do."""
+
+    rests = 0
+
+    def rest(self) -> None:
+        self.rests += 1
 
     def run(self, batch: ScheduledBatch, on_layers: Callable[[int, int], None] | None = None) -> SampledBatch:
         if any(item.request.prompt_token_ids == [13, 13] for item in batch.items):
@@ -25,8 +30,9 @@ class PoisonedRunner(FakeRunner):
 class EchoHandoff:
     """Answers each frame from another thread, as a data plane would: queue, wakeup, sent by the next poll."""
 
-    def __init__(self, process: EngineProcess) -> None:
+    def __init__(self, process: EngineProcess, runner: PoisonedRunner) -> None:
         self.process = process
+        self.runner = runner
         self.done: list[PeerFrame] = []
 
     def on_frame(self, peer: str, payload: bytes) -> None:
@@ -52,6 +58,7 @@ class EchoHandoff:
 
     def fill_stats(self, stats: EngineStats) -> None:
         stats.leases = 42
+        stats.tombstones = self.runner.rests  # a number that nothing else here uses
 
 
 def main() -> int:
@@ -61,7 +68,7 @@ def main() -> int:
         if fault:
             raise ValueError(fault[0])
         core = make_core()
-        core.runner = PoisonedRunner(core.config)
+        core.runner = runner = PoisonedRunner(core.config)
         ready = EngineReady(
             model_fingerprint="fake",
             vocab_size=50,
@@ -76,7 +83,7 @@ def main() -> int:
             kv_bytes=0,
             eos_token_ids=[7],
         )
-        return Engine(core, ready, EchoHandoff(process))
+        return Engine(core, ready, EchoHandoff(process, runner))
 
     return EngineProcess(to_engine=to_engine, from_engine=from_engine, parent_pid=int(parent_pid)).run(build)
 

@@ -115,6 +115,18 @@ def test_requests_run_and_the_stats_are_there_at_the_end(engine: Service) -> Non
     assert stats.free_blocks + stats.cached_blocks == stats.total_blocks == 16
 
 
+def test_the_runner_rests_once_when_nothing_is_left_to_do(engine: Service) -> None:
+    """So that other engines on the host get its cores at once, and not in the middle of its work."""
+    for n in range(1, 4):
+        engine.send(make_message(f"r{n}", [n, 1, 2], 30, ignore_eos=True))
+        engine.outputs_until(f"r{n}")
+        seen: list[int] = []
+        while len(seen) < 2:
+            if (stats := getattr(engine.receive(), "stats", None)) is not None and not stats.running:
+                seen.append(stats.tombstones)
+        assert seen[-1] == n
+
+
 def test_an_idle_engine_beats_and_sleeps(engine: Service) -> None:
     assert engine.child is not None
     process = psutil.Process(engine.child.pid)
