@@ -85,7 +85,11 @@ class NetworkReceiver:
 
     def listen(self, host: str, advertised_host: str) -> str:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, self._settings.port), family=family, backlog=128)
+        asked = self._settings.port
+        try:
+            listener = socket.create_server((host, asked), family=family, backlog=128)
+        except OSError as error:
+            raise OSError(f"KV cannot come in at {host}:{asked}: {error.strerror}; use another --data-port") from error
         port = listener.getsockname()[1]
         self._server.start(listener)
         return join_endpoint(advertised_host, port)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -208,6 +209,19 @@ def test_a_port_in_use(workers: dict[str, Member], model: Path, tmp_path: Path) 
     assert member.process is not None
     assert member.process.wait(30) == 1
     assert "--port" in member.log.read_text()
+
+
+@pytest.mark.parametrize("transfer", ["tcp", "shm"])
+def test_a_data_port_that_cannot_be(model: Path, tmp_path: Path, transfer: str) -> None:
+    """In use, or without the backend that it is for."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        flags = ("--transfer", transfer, "--data-port", port)
+        member = start_worker("decode_service", "d-data-port", model, tmp_path, *flags)
+        assert member.process is not None
+        assert member.process.wait(60) != 0
+    log = " ".join(member.log.read_text().replace("\u2502", " ").split())
+    assert ("use another --data-port" if transfer == "tcp" else "leave it out") in log, log
 
 
 async def test_sessions_hear_of_a_worker_that_starts(model: Path, tmp_path: Path) -> None:
