@@ -3,8 +3,8 @@
     python -m bench.local_prefill --output-json break_even.json
 
 For each length, one after the other: the time to the first token alone, and beside running streams; and what the
-streams suffer, as the mean of their longest gap around each prompt. The threshold of ``--local-prefill-tokens`` is the
-length from which on a local prefill holds the streams up for longer than the hand-off would cost the request.
+streams suffer, as the median of their longest gap around each prompt. ``--local-prefill-tokens`` is best where the
+streams begin to suffer more from a local prefill than from a remote one.
 """
 
 from __future__ import annotations
