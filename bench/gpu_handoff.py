@@ -149,7 +149,11 @@ def decode(conn: Connection, directory: str, device: str, lanes: list[str], long
         for lane in lanes
     }
     conn.send("ready")
-    process.loop(core, handoffs, lambda handoff: setattr(core, "receiver", handoff))
+
+    def attach(handoff: DecodeHandoff) -> None:
+        core.receiver, core.while_waiting = handoff, handoff.while_step_runs
+
+    process.loop(core, handoffs, attach)
 
 
 def prefill(conn: Connection, directory: str, lanes: list[str], longest: int) -> None:
@@ -165,7 +169,11 @@ def prefill(conn: Connection, directory: str, lanes: list[str], longest: int) ->
         for lane in lanes
     }
     conn.send("ready")
-    process.loop(core, handoffs, lambda handoff: setattr(core, "sender", handoff))
+
+    def attach(handoff: PrefillHandoff) -> None:
+        core.sender, core.while_waiting = handoff, handoff.while_step_runs
+
+    process.loop(core, handoffs, attach)
 
 
 @dataclass(frozen=True)

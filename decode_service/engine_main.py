@@ -64,8 +64,6 @@ class DecodeHandoff:
         self._process = process
         self._core = core
         self._copies = kv_cache.copies
-        if self._copies is not None:
-            core.while_waiting = self._go_on
         device = core.config.device
         self._staging = EngineStaging(device)
         backends: dict[str, tuple[SegmentReceiver, str]] = {}
@@ -128,6 +126,14 @@ class DecodeHandoff:
     def poll(self) -> None:
         self._receiver.poll()
 
+    def while_step_runs(self) -> bool:
+        """While the device computes a step: what has come is unpacked, and what is whole is published."""
+        if not self._receiver.open_transfers:
+            return False
+        self._receiver.poll()
+        time.sleep(NAP_S)
+        return True
+
     def next_deadline_s(self) -> float | None:
         return self._receiver.next_deadline_s
 
@@ -187,14 +193,6 @@ class DecodeHandoff:
         self._core.release_reservation(request_id)
 
     # ---- inside
-
-    def _go_on(self) -> bool:
-        """While the device computes a step: what has come is unpacked, and what is whole is published."""
-        if not self._receiver.open_transfers:
-            return False
-        self._receiver.poll()
-        time.sleep(NAP_S)
-        return True
 
     def _free_after_unpacking(self) -> None:
         """Blocks that are freed may be written by the next step: not before the unpacking that was started is over."""
@@ -303,6 +301,8 @@ def build(process: EngineProcess, launch: EngineLaunch) -> Engine:
         launch.data_port,
     )
     core.receiver = handoff
+    if runner.kv_cache.copies is not None:
+        core.while_waiting = handoff.while_step_runs
     ready.data_endpoints = handoff.endpoints
     return Engine(core, ready, handoff)
 

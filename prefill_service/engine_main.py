@@ -61,8 +61,6 @@ class PrefillHandoff:
         self._core = core
         self._kv_cache = kv_cache
         self._copies = kv_cache.copies
-        if self._copies is not None:
-            core.while_waiting = self._go_on
         self._dtype: torch.dtype = getattr(torch, layout.dtype)
         device, max_tokens = core.config.device, core.config.max_num_batched_tokens
         self._staging = EngineStaging(device, max_tokens * layout.num_layers * cell_bytes(layout, layout.dtype))
@@ -123,6 +121,14 @@ class PrefillHandoff:
     def poll(self) -> None:
         self._sender.poll()
 
+    def while_step_runs(self) -> bool:
+        """While the device computes a step: what it has packed leaves, and what waits for a slot is packed."""
+        if not self._sender.open_transfers:
+            return False
+        self._sender.poll()
+        time.sleep(NAP_S)
+        return True
+
     def next_deadline_s(self) -> float | None:
         return self._sender.next_deadline_s
 
@@ -170,14 +176,6 @@ class PrefillHandoff:
         self._core.release_kv(request_id, (ErrorCode.HANDOFF_FAILED, reason, True), peer_lost)
 
     # ---- inside
-
-    def _go_on(self) -> bool:
-        """While the device computes a step: what it has packed leaves, and what waits for a slot is packed."""
-        if not self._sender.open_transfers:
-            return False
-        self._sender.poll()
-        time.sleep(NAP_S)
-        return True
 
     def _free_after_packing(self) -> None:
         """Blocks that are freed may be written by the next step: not before the packing that was started read them."""
@@ -266,6 +264,8 @@ def build(process: EngineProcess, launch: EngineLaunch) -> Engine:
     ready.kv_wire = wire_of(layout)
     handoff = PrefillHandoff(process, core, runner.kv_cache, launch.identity(), layout, launch.transfer)
     core.sender = handoff
+    if runner.kv_cache.copies is not None:
+        core.while_waiting = handoff.while_step_runs
     return Engine(core, ready, handoff)
 
 
