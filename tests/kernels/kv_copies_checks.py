@@ -1,0 +1,133 @@
+"""KVCopies with interpreted kernels, without a GPU: which bytes go where, and their digest. Not its streams.
+
+Run as a program with TRITON_INTERPRET=1 (test_triton_interpreter.py). Streams and events are played: what is launched
+happens at once. The oracle is ``KVCache.pack`` and ``unpack`` on tensors, which copy block by block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from engine import kv_copies
+from engine.kv_cache import KVCache
+from kv_transfer.block_mix import block_mix64
+
+LAYERS, HEADS, DIM, TOKENS = 4, 2, 16, 47
+
+
+class Event:
+    def __init__(self, blocking: bool = False) -> None:
+        self.is_recorded = False
+
+    def record(self, stream: object = None) -> None:
+        self.is_recorded = True
+
+    def synchronize(self) -> None:
+        assert self.is_recorded
+
+
+class Stream:
+    def __init__(self, device: object = None) -> None:
+        self.waited_for: list[object] = []
+
+    def wait_event(self, event: Event) -> None:
+        assert event.is_recorded
+        self.waited_for.append(event)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited_for.append(other)
+
+
+class Wire:
+    """A tensor that says its size as ``WireMemory`` does: the interpreter takes nothing but tensors."""
+
+    def __init__(self, words: torch.Tensor) -> None:
+        self.words = words
+        self.num_bytes = words.nbytes
+
+
+@contextlib.contextmanager
+def played_device() -> Iterator[Stream]:
+    steps = Stream()
+    zeros = torch.zeros
+
+    def host_zeros(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        return zeros(*shape, **options)
+
+    def words(wire: Any) -> Any:
+        return wire.words if isinstance(wire, Wire) else wire
+
+    move, copy = kv_copies.move_kv, kv_copies.copy_words
+    with (
+        mock.patch.multiple(
+            torch.cuda,
+            Stream=Stream,
+            Event=Event,
+            stream=lambda stream: contextlib.nullcontext(),
+            current_stream=lambda device=None: steps,
+            set_device=lambda device: None,
+        ),
+        mock.patch.object(torch, "zeros", host_zeros),
+        mock.patch.object(kv_copies, "move_kv", lambda *a, **k: move(*a[:4], words(a[4]), *a[5:], **k)),
+        mock.patch.object(kv_copies, "copy_words", lambda w, *rest: copy(words(w), *rest)),
+    ):
+        yield steps
+
+
+def make_cache(dtype: torch.dtype, block_size: int) -> tuple[KVCache, list[int]]:
+    num_blocks = -(-TOKENS // block_size) + 3
+    cache = KVCache(
+        num_layers=LAYERS,
+        num_blocks=num_blocks,
+        num_kv_heads=HEADS,
+        block_size=block_size,
+        head_dim=DIM,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+    return cache, torch.randperm(num_blocks).tolist()[: -(-TOKENS // block_size)]
+
+
+def check(sent: torch.dtype, kept: torch.dtype, blocks: tuple[int, int], tokens: tuple[int, int]) -> None:
+    (p, p_table), (d, d_table) = make_cache(sent, blocks[0]), make_cache(kept, blocks[1])
+    for layer in p.layers:
+        layer.normal_()
+    start, end = tokens
+    part = (start, end, 1, 3)
+    expected = torch.empty(p.packed_bytes(end - start, 2, sent), dtype=torch.uint8)
+    p.pack(p_table, *part, expected, sent)
+    wire = Wire(torch.zeros(expected.nbytes // 8, dtype=torch.int64))
+    with played_device() as steps:
+        sender, receiver = kv_copies.KVCopies(p._data), kv_copies.KVCopies(d._data)
+        for _ in range(2 * kv_copies._DESKS):  # buffers are used again
+            mark = sender.mark()
+            mix = sender.pack(p_table, *part, wire, mark).wait()  # type: ignore[arg-type]
+            assert sender._stream.waited_for[-1] is mark  # type: ignore[attr-defined]
+            assert torch.equal(wire.words.view(torch.uint8), expected)
+            assert mix == block_mix64(expected.numpy().tobytes())
+            assert receiver.unpack(d_table, *part, wire, sent).wait() == mix  # type: ignore[arg-type]
+        receiver.join()
+        assert steps.waited_for == [receiver._stream]
+    other = KVCache(
+        num_layers=LAYERS,
+        num_blocks=d.num_blocks,
+        num_kv_heads=HEADS,
+        block_size=d.block_size,
+        head_dim=DIM,
+        dtype=kept,
+        device=torch.device("cpu"),
+    )
+    other.unpack(d_table, *part, expected, sent)
+    assert torch.equal(d._data, other._data)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    check(torch.bfloat16, torch.bfloat16, (16, 8), (7, TOKENS))
+    check(torch.float32, torch.bfloat16, (8, 16), (0, 33))
+    check(torch.float16, torch.float32, (64, 16), (16, 17))
