@@ -209,9 +209,7 @@ class Fleet(Cluster):
 
     def stop_proxy(self) -> None:
         if self._proxy is not None:
-            assert self._proxy.stdin is not None
-            self._proxy.stdin.close()
-            self._proxy.wait(timeout=10)
+            self._proxy.communicate(timeout=10)  # closes its stdin, which ends it
 
     # ---- requests
 
