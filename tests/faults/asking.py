@@ -39,6 +39,11 @@ class Outcome:
     """Terminal events: finish reasons and errors."""
     elapsed_s: float = 0.0
 
+    @property
+    def told(self) -> str:
+        """With what the error says."""
+        return f"{self}: {self.message}" if self.kind == "error" else str(self)
+
     def __str__(self) -> str:
         return f"{self.kind}{f' {self.code}' if self.code else ''}"
 

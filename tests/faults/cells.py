@@ -151,7 +151,7 @@ class Runner:
                 self._end_drain(member)
         for asking in asked:
             outcome = asking.wait()
-            result.ended.append(str(outcome))
+            result.ended.append(outcome.told)
             right = ends(fault, cell.place, cell.shape) if result.reached else frozenset({"answer"})
             if is_deadline and not result.reached:
                 right |= {"deadline_exceeded"}  # it passed in another state

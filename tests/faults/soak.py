@@ -111,7 +111,7 @@ def run(runner: Runner, plan: Schedule, prompt: list[int], max_tokens: int) -> R
                 if not fault.must_fail:
                     right |= ends(fault, planned.place, asking.shape)
             outcome = asking.wait()
-            result.ended.append(str(outcome))
+            result.ended.append(outcome.told)
             result.problems += runner.judge(outcome, right | {"gone"} if i in left else right, asking)
         runner.check_recovery(result.problems)
     except Exception as error:  # a failed schedule, and the next one is run
