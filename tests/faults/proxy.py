@@ -156,6 +156,7 @@ class Proxy:
         self._host = host
         self._members: dict[str, Member] = {}
         self._links: dict[str, Link] = {}
+        self._treatments: dict[str, dict[str, Any]] = {}
         self._redirect: dict[int, int] = {}
         self._servers: dict[int, tuple[str, asyncio.Server]] = {}
         """By port: the member that it mirrors."""
@@ -170,7 +171,10 @@ class Proxy:
             self._seen = []
         if "links" in command:
             for name in self._links.keys() | command["links"].keys():
-                self.link(name).treat(**command["links"].get(name, {}))
+                treatment = command["links"].get(name, {})
+                if treatment != self._treatments.get(name, {}):  # one that goes on is not begun anew
+                    self.link(name).treat(**treatment)
+            self._treatments = command["links"]
         if "redirect" in command:
             self._redirect = {int(port): target for port, target in command["redirect"].items()}
         return {
