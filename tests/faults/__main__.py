@@ -60,7 +60,7 @@ def main() -> int:
                 with arguments.results.open("a") as file:
                     file.write(json.dumps(result.as_json()) + "\n")
     counts = {verdict: sum(r.verdict == verdict for r in results) for verdict in ("ok", "NOT REACHED", "FAILED")}
-    print(f"{len(results)} cells in {time.monotonic() - started_s:.0f} s: {counts}")
+    print(f"{len(results)} cells in {time.monotonic() - started_s:.0f} s: {counts}; logs: {fleet.directory}*")
     if arguments.table and not arguments.only:  # a part of the cells is not the table
         write_table(kept + results)
     return 1 if counts["FAILED"] else 0

@@ -386,3 +386,5 @@ def running_fleet(directory: Path, model: str, *, prefill: int = 2, decode: int 
         if fleet.has_small_disk:
             shutil.copytree(directory, f"{directory}-logs", dirs_exist_ok=True)
             subprocess.run(["umount", "-l", str(directory)], check=False)
+            with contextlib.suppress(OSError):
+                directory.rmdir()
