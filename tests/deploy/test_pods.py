@@ -34,7 +34,13 @@ ADDRESSES = {
     "decode-1": "127.0.7.7",
     "gateway-0": "127.0.7.8",
 }
-BODY = {"prompt": [5, 6, 7], "max_tokens": 1500, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+BODY = {
+    "prompt": list(range(5, 105)),
+    "max_tokens": 1500,
+    "ignore_eos": True,
+    "temperature": 0,
+    "return_token_ids": True,
+}
 
 
 class RunningPod(Member):
