@@ -1,10 +1,11 @@
-"""Prefill and decode apart against together, on the cores of this host: output tokens a second, TTFT, exposed transfer.
+"""Prefill and decode apart against together, on the cores of this host: output tokens a second, TTFT, its phases.
 
     python -m bench.apart                       # each lane, then one aggregated worker, in one run
     python -m bench.apart --lanes shm --streams 16
 
-Every cluster is started by ``pdserve up`` and measured by ``bench.serve`` with the same prompts. The exposed transfer
-is the gateway's phase of that name: from the end of the prefill until D had verified everything.
+Every cluster is started by ``pdserve up`` and measured by ``bench.serve`` with the same prompts. The phases of TTFT are
+the gateway's, means of single requests, one at a time; "exposed" is from the end of the prefill until D had verified
+everything.
 """
 
 from __future__ import annotations
@@ -24,6 +25,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.local_serve import local_cluster
 
 TIMEOUT_S = 300.0
+PHASES = {
+    "prefill": "prefill",
+    "handoff_wait": "hand-off wait",
+    "transfer": "exposed",
+    "relay": "relay",
+    "rest": "rest",
+}
+"""The gateway's names, and the table's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +40,19 @@ class Figures:
     tokens_per_s: float
     ttft_s: float
     """Median, one request at a time."""
-    exposed_s: float
-    """Mean, one request at a time."""
+    phases_s: dict[str, float]
+    """Means, one request at a time."""
 
 
 def measure(up_flags: list[str], load: list[str], streams: int) -> Figures:
     with local_cluster(up_flags) as url:
         serve(url, load, requests=streams, streams=streams)  # warm: caches, kernels, channels
-        alone = serve(url, load, requests=8, streams=1, seed=2)
-        before = phase(url, "transfer")
-        serve(url, load, requests=8, streams=1, seed=3)
-        after = phase(url, "transfer")
+        before = phases(url)
+        alone = serve(url, load, requests=16, streams=1, seed=2)
+        after = phases(url)
         together = serve(url, load, requests=3 * streams, streams=streams, seed=4)
-    count = after[1] - before[1]
-    exposed_s = (after[0] - before[0]) / count if count else 0.0
-    return Figures(together["output_throughput"], alone["median_ttft_ms"] / 1e3, exposed_s)
+    means_s = {name: (after[name][0] - before[name][0]) / (after[name][1] - before[name][1]) for name in PHASES}
+    return Figures(together["output_throughput"], alone["median_ttft_ms"] / 1e3, means_s)
 
 
 def serve(url: str, load: list[str], *, requests: int, streams: int, seed: int = 1) -> dict[str, float]:
@@ -59,15 +66,16 @@ def serve(url: str, load: list[str], *, requests: int, streams: int, seed: int =
         return result
 
 
-def phase(url: str, name: str) -> tuple[float, float]:
-    """Sum in seconds and count of a phase of TTFT."""
-    found = {"sum": 0.0, "count": 0.0}
+def phases(url: str) -> dict[str, tuple[float, float]]:
+    """Sum in seconds and count of each phase of TTFT."""
+    found = {name: {"sum": 0.0, "count": 0.0} for name in PHASES}
     for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=10).text):
         for sample in family.samples:
             kind = sample.name.removeprefix("pdserve_ttft_phase_seconds_")
-            if kind in found and sample.labels.get("phase") == name:
-                found[kind] += sample.value
-    return found["sum"], found["count"]
+            name = sample.labels.get("phase", "")
+            if name in found and kind in ("sum", "count"):
+                found[name][kind] += sample.value
+    return {name: (value["sum"], value["count"]) for name, value in found.items()}
 
 
 def main(
@@ -79,19 +87,18 @@ def main(
     """One prefill and one decode worker against one aggregated worker."""
     load = ["--random-input-len", str(input_len), "--random-output-len", str(output_len)]
     base = measure(["--aggregated"], load, streams)
-    print(f"| cluster | tok/s at {streams} | TTFT at 1 | exposed transfer |")
-    print("| --- | --- | --- | --- |")
-    print(f"| aggregated | {base.tokens_per_s:.0f} | {base.ttft_s * 1e3:.0f} ms | - |", flush=True)
+    print(f"| cluster | tok/s at {streams} | TTFT at 1 | {' | '.join(PHASES.values())} |")
+    print("| --- " * (3 + len(PHASES)) + "|")
+    report("aggregated", base, base)
     for lane in lanes.split(","):
-        figures = measure(["--transfer", lane], load, streams)
-        rate, ttft = figures.tokens_per_s / base.tokens_per_s, figures.ttft_s / base.ttft_s
-        cells = [
-            f"1 prefill + 1 decode, {lane}",
-            f"{figures.tokens_per_s:.0f} ({rate:.2f}x)",
-            f"{figures.ttft_s * 1e3:.0f} ms ({ttft:.2f}x)",
-            f"{figures.exposed_s * 1e3:.1f} ms",
-        ]
-        print(f"| {' | '.join(cells)} |", flush=True)
+        report(f"1 prefill + 1 decode, {lane}", measure(["--transfer", lane], load, streams), base)
+
+
+def report(name: str, figures: Figures, base: Figures) -> None:
+    rate, ttft = figures.tokens_per_s / base.tokens_per_s, figures.ttft_s / base.ttft_s
+    cells = [name, f"{figures.tokens_per_s:.0f} ({rate:.2f}x)", f"{figures.ttft_s * 1e3:.0f} ms ({ttft:.2f}x)"]
+    cells += [f"{figures.phases_s[phase] * 1e3:.1f}" for phase in PHASES]
+    print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":
