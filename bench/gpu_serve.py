@@ -27,7 +27,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.apart import phase
+from bench.apart import phases
 from bench.local_serve import local_cluster
 from bench.random_models import SHAPES, write_model
 from bench.serve.traces import read_azure, read_mooncake
@@ -189,9 +189,9 @@ def main(
                 started[name] = time.monotonic() - begin_s
                 warm_up(url)
                 for number, load in enumerate(chosen_loads):
-                    before = phase(url, "transfer")
+                    before = phases(url)["transfer"]
                     result = serve(url, load.flags, seed=10 + number)
-                    after = phase(url, "transfer")
+                    after = phases(url)["transfer"]
                     exposed_s = (after[0] - before[0]) / max(1.0, after[1] - before[1])
                     rows.append(Row.of(name, load.name, result, 1e3 * exposed_s))
                     print(rows[-1], flush=True)

@@ -45,9 +45,7 @@ def up(
     ] = None,
     local_prefill_tokens: Annotated[
         int | None,
-        typer.Option(
-            help="Prompts with fewer uncached tokens are prefilled where they decode.  [default: 32]"
-        ),
+        typer.Option(help="Prompts with fewer uncached tokens are prefilled where they decode.  [default: 32]"),
     ] = None,
     load_format: Annotated[
         str | None, typer.Option(help="auto (safetensors) or dummy: random weights, to measure speed.")
