@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from engine.admission import EngineLimits, Refusal, find_refusal
 from engine.batch import SampledBatch, ScheduledBatch
@@ -40,68 +40,10 @@ from engine.messages import (
 )
 from engine.offload import BlockCopy, HostMemory
 from engine.request import Request, RequestStatus
+from engine.runner import AsyncRunner, PendingStep, Runner
 from engine.scheduler import Scheduler
 
 DRAINING = "this worker is draining: use another one"
-
-
-class KVMemory(Protocol):
-    """What the core asks of ``KVCache``."""
-
-    @property
-    def num_layers(self) -> int: ...
-    def unpack(
-        self,
-        block_table: list[int],
-        token_start: int,
-        token_end: int,
-        layer_start: int,
-        layer_end: int,
-        payload: Any,
-        dtype: Any,
-    ) -> Any:
-        """None, or the copy that a device has begun."""
-        ...
-
-
-class Runner(Protocol):
-    """What the core asks of ``ModelRunner``. Values measured at start; they do not change."""
-
-    @property
-    def num_blocks(self) -> int: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def eos_token_ids(self) -> Sequence[int]: ...
-    @property
-    def model_fingerprint(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def kv_cache(self) -> KVMemory: ...
-
-    def run(self, batch: ScheduledBatch, on_layers: Callable[[int, int], None] | None = None) -> SampledBatch: ...
-
-
-class PendingStep(Protocol):
-    """A launched step."""
-
-    def is_done(self) -> bool:
-        """Whether ``result`` would not wait."""
-        ...
-
-    def result(self) -> SampledBatch:
-        """Waits for the device. Called once, in the order of launches."""
-        ...
-
-
-@runtime_checkable
-class AsyncRunner(Runner, Protocol):
-    """A runner whose steps overlap with the host. At most two are launched and not read."""
-
-    def launch(self, batch: ScheduledBatch, on_layers: Callable[[int, int], None] | None = None) -> PendingStep:
-        """As ``run``, without waiting. An input token that is not known yet is the one its request drew last."""
-        ...
 
 
 class EngineCore:
