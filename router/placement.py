@@ -3,7 +3,8 @@
 A request prefers, in this order: a prefill and a decode worker that it has not failed on; a worker that does both; the
 same two again for workers that it has failed on. Requests of one group (the n choices of a prompt) go to the same pair
 as long as it can take them, so that they share its prefix. Prompts of which a decode worker lacks less than
-``local_prefill_tokens`` are left to that worker. Queues have a limit: beyond it requests are refused with a hint.
+``local_prefill_tokens`` are left to that worker, as long as it is hardly busier than the others. Queues have a limit:
+beyond it requests are refused with a hint.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from pdserve.v1 import inference_pb2 as pb
@@ -28,6 +29,9 @@ GROUP_TTL_S = 60.0
 CONNECT_WAIT_S = 1.0
 LOOK_AGAIN_S = 0.2
 OVERLOADED_RETRY_S = 1.0
+LOCAL_LEAD_REQUESTS = 2
+"""So many more than the least busy decode worker one may have and still get prompts for what it has cached: without a
+limit all that begins alike would go to the one that had it first."""
 
 
 class Unplaceable(Exception):
@@ -152,9 +156,12 @@ class Placer:
             is_second_try = bool(avoid) and not left_out
             if without_handoff:
                 pools, cause = [Pool((), pool.decodes) for pool in pools], "handoffs_failed"
-            elif local := self._local_pools(pools, info):
+            elif local := self._with_room(self._local_pools(prompt, pools, cached), patience_s):
                 pools, cause = local, "short_prompt"
-            choice: Choice[Worker] = await self._policy.choose(info, _keeping(keep, self._with_room(pools, patience_s)))
+            roomy = self._with_room(pools, patience_s)
+            if not roomy:
+                raise self._overloaded(pools, patience_s)
+            choice: Choice[Worker] = await self._policy.choose(info, _keeping(keep, roomy))
             prefiller = choice.prefill or choice.decode
             placement = Placement(
                 choice.prefill,
@@ -213,25 +220,33 @@ class Placer:
             self._fleet = Fleet(self._workers.version, pools, cause, smallest, kinds, has_prefill)
         return self._fleet
 
-    def _local_pools(self, pools: list[Pool[Worker]], info: PromptInfo) -> list[Pool[Worker]]:
-        """Decode workers that lack so little of the prompt that a hand-off is not worth it."""
+    def _local_pools(
+        self, prompt: RoutedPrompt, pools: list[Pool[Worker]], cached: Mapping[str, int]
+    ) -> list[Pool[Worker]]:
+        """Decode workers that lack so little of the prompt that a hand-off is not worth it, and are not too busy."""
         limit = self._config.local_prefill_tokens
         if not limit or not pools[0].prefills:
             return []
-        cached = info.cached_tokens
-        near = [
-            [worker for worker in pool.decodes if info.num_tokens - cached.get(worker.worker_id, 0) < limit]
-            for pool in pools
-        ]
+        most_requests = min(worker.load.requests for pool in pools for worker in pool.decodes) + LOCAL_LEAD_REQUESTS
+
+        def is_near(worker: Worker) -> bool:
+            num_cached = cached.get(worker.worker_id, 0)
+            if prompt.num_tokens - num_cached >= limit or worker.load.requests > most_requests:
+                return False
+            if not num_cached:
+                return True
+            # Not what it was only just sent: that may be computed by a prefill worker first, or never come.
+            last = num_cached // worker.record.hash_block_tokens - 1
+            return self._index.owns(worker.worker_id, prompt.hashes(worker.kind, 0)[last])
+
+        near = [[worker for worker in pool.decodes if is_near(worker)] for pool in pools]
         return [Pool((), decodes) for decodes in near if decodes]
 
     def _with_room(self, pools: list[Pool[Worker]], patience_s: float | None) -> list[Pool[Worker]]:
-        """Without workers that prefill and whose queue is full, or longer than ``patience_s``. Raises Unplaceable when
-        all are."""
+        """Without workers that prefill and whose queue is full, or longer than ``patience_s``. Empty when all are."""
         if patience_s is None:
             return pools
-        limit = self._config.max_queued_tokens or sys.maxsize
-        limit_s = min(self._config.max_queue_s or patience_s, patience_s)
+        limit, limit_s = self._config.max_queued_tokens or sys.maxsize, self._limit_s(patience_s)
         now_s = asyncio.get_running_loop().time()
 
         def has_room(worker: Worker) -> bool:
@@ -243,12 +258,14 @@ class Placer:
             decodes = pool.decodes if pool.prefills else [worker for worker in pool.decodes if has_room(worker)]
             if decodes and (prefills or not pool.prefills):
                 roomy.append(Pool(prefills, decodes))
-        if not roomy:
-            raise self._overloaded(pools, limit_s, now_s)
         return roomy
 
-    def _overloaded(self, pools: list[Pool[Worker]], limit_s: float, now_s: float) -> Unplaceable:
+    def _limit_s(self, patience_s: float) -> float:
+        return min(self._config.max_queue_s or patience_s, patience_s)
+
+    def _overloaded(self, pools: list[Pool[Worker]], patience_s: float | None) -> Unplaceable:
         """With a hint when the shortest queue will be short enough again."""
+        now_s = asyncio.get_running_loop().time()
         queues = [worker for pool in pools for worker in pool.prefills or pool.decodes]
         wait_s = min(worker.wait_s(now_s) for worker in queues)
         tokens = min(worker.load.queued_tokens for worker in queues)
@@ -256,7 +273,7 @@ class Placer:
             f"every queue is full: at least {tokens} prompt tokens wait at each worker that prefills, about "
             f"{wait_s:.1f} s of work; try again later, or allow more time"
         )
-        retry_after_s = max(OVERLOADED_RETRY_S, wait_s - limit_s)
+        retry_after_s = max(OVERLOADED_RETRY_S, wait_s - self._limit_s(patience_s or 0.0))
         return Unplaceable(pb.ERROR_CODE_OVERLOADED, message, retry_after_s=retry_after_s)
 
     def _is_prefill_connecting(self) -> bool:

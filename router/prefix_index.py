@@ -185,6 +185,11 @@ class PrefixIndex:
                 self._note(found, alive, end)
         return found
 
+    def owns(self, worker_id: str, name: bytes) -> bool:
+        """Whether the worker has said that it has the block: no guess."""
+        owner = self._workers.get(worker_id)
+        return owner is not None and name in owner.blocks
+
     def guess(self, hashes: Sequence[bytes], known_units: int, worker_id: str, stride: int) -> None:
         """The worker is sent a prompt with this chain, of which it has ``known_units``; soon it will have it all. It
         may be one that nobody has introduced yet."""

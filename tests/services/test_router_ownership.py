@@ -173,6 +173,23 @@ async def test_a_prompt_that_a_decode_worker_has_cached_skips_the_prefill_worker
         assert not d1.opened[-1].HasField("handoff")
 
 
+async def test_a_decode_worker_with_a_popular_prefix_is_not_left_alone_with_it(
+    valkey: RedisProcess, ownership: Ownership
+) -> None:
+    """What one decode worker has cached goes there without a hand-off only while it is hardly busier than the other."""
+    async with running_fleet(valkey, policy="prefix_aware", local_prefill_tokens=64) as fleet:
+        p0, p1, d0, d1 = await four_workers(fleet)
+        for worker in (d0, d1):
+            worker.behaviour = Behaviour(first_token_s=0.5)
+        await say_owned(ownership, d1, PROMPT)
+        await until_indexed(fleet.router, d1, len(PROMPT) // UNIT)
+        await asyncio.gather(*(fleet.ask(1, prompt=[*PROMPT, i]) for i in range(12)))
+        local = [request for request in d1.opened if not request.HasField("handoff")]
+        assert local
+        assert d0.opened, "the other decode worker takes its share"
+        assert p0.opened or p1.opened
+
+
 async def test_full_queues_refuse_with_a_hint(valkey: RedisProcess) -> None:
     async with running_fleet(valkey, policy="prefix_aware", max_queued_tokens=300) as fleet:
         for worker in await four_workers(fleet):
