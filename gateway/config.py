@@ -13,7 +13,7 @@ class GatewayConfig:
     """Model directory, or a name that ``pdserve.model_store`` resolves."""
     served_model_name: str
     routers: tuple[str, ...]
-    """host:port of each router; the first alive one is used."""
+    """host:port of each router; the first alive one that has workers is used."""
     host: str = "127.0.0.1"
     port: int = 8000
     grpc_port: int | None = None

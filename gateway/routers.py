@@ -1,9 +1,9 @@
 """The gateway's sessions to the routers, and one generation's way over them.
 
-Owns which router is used (the first alive one) and the resume: when a session is lost, or a worker in the middle of an
-output, the same request is opened again with the tokens so far and the same pinned seed, so the client sees one
-unbroken output. A router that leaves hands its requests back, which is the same. A failure that the router reports
-before it sent a token is final: the router has retried it already.
+Owns which router is used (the first alive one that has workers) and the resume: when a session is lost, or a worker in
+the middle of an output, the same request is opened again with the tokens so far and the same pinned seed, so the client
+sees one unbroken output. A router that leaves hands its requests back, which is the same. A failure that the router
+reports before it sent a token is final: the router has retried it already.
 
     acquire -> open -> outputs -> finish
        ^                  | lost, resumes left
@@ -50,8 +50,10 @@ class RouterPool:
 
     @property
     def usable(self) -> list[Session]:
-        """Sessions that can take requests, best first. A router that leaves would hand them back."""
-        return [session for session in self._sessions if session.alive and not session.draining]
+        """Sessions that can take requests, best first: a router that has just started may not have met the workers that
+        the next one knows. A router that leaves would hand them back."""
+        usable = [session for session in self._sessions if session.alive and not session.draining]
+        return sorted(usable, key=lambda session: not session.load.total_blocks)
 
     @property
     def pool_tokens(self) -> int:

@@ -284,3 +284,13 @@ async def test_only_the_finish_was_lost(model: ServedModel, routers: list[FakeRo
         assert response.json()["choices"][0]["finish_reason"] == "length"
         assert response.json()["usage"]["completion_tokens"] == 3
         assert len(router.requests) == 1
+
+
+async def test_a_router_that_knows_no_workers_is_passed_over(model: ServedModel, routers: list[FakeRouter]) -> None:
+    """One that has just started, or whose Redis is gone."""
+    empty, full = routers
+    empty.total_blocks = 0
+    async with running_gateway(model, [empty.address, full.address]) as url, httpx.AsyncClient(base_url=url) as http:
+        assert (await http.post(CHAT, json=BODY)).status_code == 200
+    assert full.requests
+    assert not empty.requests
