@@ -252,7 +252,11 @@ class Session:
 
     async def _run_once(self) -> str:
         """One connection, from the first hello to its loss; returns why it was lost."""
-        channel = open_channel(self.address, self._tls)
+        try:
+            channel = open_channel(self.address, self._tls)
+        except OSError as error:  # the certificate is just being replaced: the next try reads it again
+            log.warning("no session to %s: its certificate cannot be read: %s", self.address, error)
+            return str(error)
         call: Call | None = None
         tasks: list[asyncio.Task[None]] = []
         try:

@@ -71,7 +71,7 @@ class HandoffClient:
         try:
             async with open_channel(peer.address, self._tls) as channel:
                 reason = await self._carry(channel, peer, stream)
-        except (StreamLost, grpc.RpcError, TimeoutError) as error:
+        except (OSError, grpc.RpcError) as error:  # lost, too late, or the certificate cannot be read now
             reason = describe(error)
         finally:
             del self._streams[stream.peer]

@@ -78,7 +78,12 @@ def is_peer(me: WorkerRecord, other: WorkerRecord) -> bool:
 
 async def answers_at(address: str, tls: Tls | None = None) -> bool:
     """Whether a gRPC server answers there, whatever it says."""
-    async with open_channel(address, tls) as channel:
+    try:
+        opened = open_channel(address, tls)
+    except OSError as error:  # the certificate is just being replaced: the next look reads it again
+        log.warning("the certificate cannot be read: %s", error)
+        return False
+    async with opened as channel:
         try:
             await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=ANSWER_S)
         except grpc.aio.AioRpcError as error:

@@ -14,8 +14,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pdserve.channel import open_channel, serve
 from pdserve.identity import new_identity
 from pdserve.session import Session
+from pdserve.session_server import SessionServer
 from pdserve.tls import AUTHORITY, CERTIFICATE, KEY, Tls
+from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import worker_pb2_grpc
+from tests.services.gateway_harness import FakeRouter, Script
 from tests.services.tls_files import write_tls_dir
 
 
@@ -97,3 +100,19 @@ def test_a_missing_file_is_named(tmp_path: Path, lacking: str) -> None:
     (tmp_path / "tls" / lacking).unlink()
     with pytest.raises(ValueError, match=f"lacks {lacking}: it must hold"):
         Tls(directory)
+
+
+async def test_a_session_outlives_a_moment_without_its_certificate(tmp_path: Path) -> None:
+    """Files are not always replaced in one step."""
+    authority, directory = trustme.CA(), tmp_path / "member"
+    member = Tls(write_tls_dir(directory, authority))
+    servicer = SessionServer(new_identity("router", "r"), FakeRouter(lambda _: Script([])), load=pb.Load)
+    server, port = await serve([servicer], "127.0.0.1", 0, tls=Tls(write_tls_dir(tmp_path / "server", authority)))
+    (directory / KEY).unlink()
+    session = Session.start(f"127.0.0.1:{port}", new_identity("gateway", "g"), tls=member)
+    assert not await session.wait_alive(0.3)
+    write_tls_dir(directory, authority)
+    assert await session.wait_alive(10.0)
+    await session.close()
+    await servicer.close()
+    await server.stop(None)
