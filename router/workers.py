@@ -6,7 +6,7 @@ workers stay.
 
     registry record --first seen--> connecting --hello--> usable --lost--> reconnecting --hello--> usable
                                         newer incarnation, other address: a new session, the old one's requests end
-                                        lost and missing in the registry: forgotten
+                                        lost (or its address is another's now) and missing in the registry: forgotten
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Workers:
             await self._meet(record)
         listed = {record.worker_id for record in records}
         for worker in [worker for worker in self.known.values() if worker.worker_id not in listed]:
-            if not worker.session.alive:
+            if not worker.session.alive or worker.state == "impostor":
                 log.info("forgot worker", worker=worker.worker_id, incarnation=worker.record.incarnation)
                 del self.known[worker.worker_id]
                 await worker.session.close()
@@ -196,6 +196,7 @@ class Workers:
             if record.address != older.address or worker.state == "stale":
                 log.info("worker has a new incarnation", worker=record.worker_id, incarnation=record.incarnation)
                 session, worker.session = worker.session, self._connect(record, worker.load)
+                self._notify()  # before anything waits: the new session has not met anybody yet
                 await session.close()  # ends what the older incarnation had
         self._notify()
 
