@@ -171,6 +171,7 @@ class DecodeHandoff:
         self._ready(request_id, first_output, moved)
 
     def finish(self, request_id: str, first_output: bytes) -> None:
+        self._free_after_unpacking()  # earlier segments may be on their way into blocks that are free now
         self._ready(request_id, first_output, None)
 
     def transfer_failed(self, request_id: str, reason: str, peer_lost: bool) -> None:
