@@ -161,6 +161,8 @@ class EngineProcess:
             news = engine.core.take_news()
             if news.outputs or news.kv_events:
                 self._send(news)
+        # What came just now may begin and end in this very step: a prompt of one step on a prefill worker.
+        had_work = had_work or engine.core.has_work()
         outputs = engine.core.step()
         now_s = time.monotonic()
         # What the counters say at the end of a burst must not wait for the heartbeat.
