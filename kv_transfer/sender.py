@@ -375,7 +375,7 @@ class Sender:
 
         def on_done(error: str | None) -> None:  # on a network thread, or here when the channel is lost
             slot.give_back()
-            self._news.put(lambda: self._slot_is_back(link))
+            self._news.put(lambda: self._slot_is_back(link, transfer, error))
             self._wakeup()
 
         if copy is None:
@@ -383,9 +383,10 @@ class Sender:
         else:
             self._copies.when_done(copy, lambda mix: link.channel.send(seal_mixed(header, payload, mix), on_done))
 
-    @staticmethod
-    def _slot_is_back(link: Link) -> None:
+    def _slot_is_back(self, link: Link, transfer: SendTransfer, error: str | None) -> None:
         link.slots_in_use -= 1
+        if error is not None:  # also where the channel goes on: its queue was full
+            self._fail(transfer, "channel_lost", error, tell=True)
 
     def _expire(self) -> None:
         now = self._clock()
