@@ -35,6 +35,7 @@ from kv_transfer.copies import CopyWaiter
 from kv_transfer.cuda import CudaRuntime, CudaStaging
 from kv_transfer.nccl import ID_BYTES, Communicator, Nccl, NcclError, Still
 from kv_transfer.segment import MAX_HEADER_BYTES, SealedSegment
+from kv_transfer.staging import StagingSlot
 from pdserve.v1 import kv_pb2
 
 log = structlog.get_logger()
@@ -291,16 +292,27 @@ class NcclReceiver:
             raise ConnectionLost("closed by the sender")
         deadline_s = time.monotonic() + self._settings.stall_timeout_s
         header_bytes, header, digest = receive_header(connected, first, deadline_s, self.max_segment_bytes)
-        slot = self._server.take_slot(self._arena)
+        slot = self._take_slot(incoming)
         arrived = Arrived(sender, header_bytes, header, digest, slot)
         try:
             connected.sendall(GO)  # first: the very first message needs both sides to begin
             still = peer.still(time.monotonic() + self._settings.stall_timeout_s)
             incoming.add(arrived, communicator, still)
         except BaseException:
+            incoming.is_lost = True
             communicator.abort()
             slot.give_back()
             raise
+
+    def _take_slot(self, incoming: _Incoming) -> StagingSlot:
+        """While this channel waits for a slot it holds others, for messages that may never come: if all channels did
+        that, no slot would ever get free."""
+        while not self._server.closing:
+            slot = self._arena.take(timeout_s=TURN_MS / 1000)
+            if slot is not None:
+                return slot
+            incoming.check_progress(self._settings.stall_timeout_s)
+        raise ConnectionLost("closed")
 
 
 class _Incoming:
@@ -334,5 +346,6 @@ class _Incoming:
         self._moves.when_done(move, moved)
 
     def check_progress(self, stall_timeout_s: float) -> None:
-        if self._since_s and time.monotonic() - self._since_s[0] > stall_timeout_s:
+        since_s = min(self._since_s.copy(), default=None)  # a copy: messages end meanwhile, on another thread
+        if since_s is not None and time.monotonic() - since_s > stall_timeout_s:
             raise ConnectionLost("stalled: a message did not arrive in time")
