@@ -78,7 +78,9 @@ class HostKV:
                 layer.index_copy_(0, ids, gathered[:, number])
 
     def _ids(self, block_ids: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(block_ids, device=self._layers[0].device)
+        ids, device = torch.tensor(block_ids), self._layers[0].device
+        # From pageable memory the copy would wait for the step that runs, and each group for the one before it.
+        return ids if device.type == "cpu" else ids.pin_memory().to(device, non_blocking=True)
 
     def _measure(self) -> float:
         """Out and in again, so that nothing changes; the first round brings the pages."""

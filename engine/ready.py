@@ -15,10 +15,8 @@ if TYPE_CHECKING:
     from engine.model_runner import ModelRunner
 
 
-def engine_ready(
-    config: EngineConfig, runner: ModelRunner | GpuRunner, data_endpoints: dict[str, str] | None = None
-) -> EngineReady:
-    """``data_endpoints``: transfer backend -> where this engine takes KV segments."""
+def engine_ready(config: EngineConfig, runner: ModelRunner | GpuRunner) -> EngineReady:
+    """Without ``data_endpoints``, which only a decode engine has, once it listens."""
     cache = runner.kv_cache
     return EngineReady(
         model_fingerprint=runner.model_fingerprint,
@@ -33,5 +31,4 @@ def engine_ready(
         kv_dtype=str(cache.dtype).removeprefix("torch."),
         kv_bytes=cache.num_bytes,
         eos_token_ids=list(runner.eos_token_ids),
-        data_endpoints=data_endpoints or {},
     )

@@ -13,7 +13,8 @@ DEVICE_SLOT_BYTES = 32 << 20
 MIN_DEVICE_SLOTS = 8
 STEPS = 2
 """Of KV that device staging holds: a step is launched as a whole, before the device has computed any of it, and one
-receiver of several may have half of the slots."""
+receiver of several may have half of the slots. That is with full slots: a piece of a short prompt takes a whole one,
+too, so steps of many short prompts find less room, and what is left over is packed later."""
 
 
 class EngineStaging:
