@@ -22,6 +22,8 @@ from pdserve.v1 import kv_pb2
 
 Receive = Callable[[socket.socket, kv_pb2.WorkerIdentity], None]
 """Takes what comes on a welcome connection until ``SocketServer.closing``; raises when the connection is lost."""
+CLOSING_SEEN_S = 0.25
+"""Who waits for a slot looks up so often: ``close`` has a second for all."""
 
 
 class SocketServer:
@@ -62,7 +64,7 @@ class SocketServer:
     def take_slot(self, arena: SlotPool) -> StagingSlot:
         """Waiting here is the back-pressure: the socket fills up, then the sender's staging. The engine frees slots."""
         while not self.closing:
-            slot = arena.take(timeout_s=1.0)
+            slot = arena.take(timeout_s=CLOSING_SEEN_S)
             if slot is not None:
                 return slot
         raise ConnectionLost("closed")
