@@ -82,7 +82,8 @@ def test_seeded_sampling_draws_the_same_tokens_everywhere(tmp_path_factory, mode
 def test_a_chat_without_max_tokens_fits_a_small_pool(tmp_path, model_dir) -> None:
     """The rest of the context would not fit this pool; nobody asked for that much, so nobody is refused for it."""
     with running(tmp_path, str(model_dir), worker_flags=("--block-size", "16", "--num-blocks", "40")) as cluster:
-        body = {"model": "test-model", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+        question = [{"role": "user", "content": "What is the capital of France?"}]
+        body = {"model": "test-model", "messages": question, "temperature": 0}
         response = httpx.post(f"{cluster.url}/v1/chat/completions", json=body, timeout=60)
         assert response.status_code == 200, response.text
         assert response.json()["choices"][0]["finish_reason"] == "stop"
