@@ -87,7 +87,8 @@ class Fleet(Cluster):
     _proxy: subprocess.Popen[str] | None = None
     _links: dict[str, Links] = field(default_factory=dict)
     _footprints: dict[str, Footprint] = field(default_factory=dict)
-    _shm: set[str] = field(default_factory=set)
+    _shm: set[str] = field(default_factory=lambda: set(os.listdir("/dev/shm")))
+    """What others have left there before is not this fleet's."""
     _keys: set[str] = field(default_factory=set)
 
     @property
@@ -223,8 +224,6 @@ class Fleet(Cluster):
         for name, member in self.members.items():
             if name not in self._footprints or self._footprints[name].pid != member.pid:
                 self._footprints[name] = footprint(member, self.pids(member))
-        if not self._shm:
-            self._shm = set(os.listdir("/dev/shm"))
         if not self._keys:
             self._keys = self.redis_keys()
 
