@@ -10,6 +10,7 @@ nothing has to wait for them. Only the engine's thread touches it.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -50,12 +51,11 @@ class HostKV:
             )
         self._group = max(1, _GROUP_BYTES[block.device.type] // self.block_bytes)
         shape = (self.num_blocks, len(self._layers), *block.shape)
-        if block.device.type == "cpu":
-            # calloc: pages cost nothing until they are written.
-            data = np.zeros(self.num_blocks * self.block_bytes, np.uint8)
-            self._slots = torch.from_numpy(data).view(block.dtype).view(shape)
-        else:
-            self._slots = torch.empty(shape, dtype=block.dtype, pin_memory=True)
+        # calloc: on a CPU pages cost nothing until they are written.
+        data = np.zeros(self.num_blocks * self.block_bytes, np.uint8)
+        self._slots = torch.from_numpy(data).view(block.dtype).view(shape)
+        if block.device.type != "cpu":
+            self._pin()
         self.bytes_per_s = self._measure()
         """One way."""
 
@@ -95,6 +95,18 @@ class HostKV:
             self._wait()
             seconds = time.perf_counter() - started_s
         return 2 * count * self.block_bytes / max(seconds, 1e-9)
+
+    def _pin(self) -> None:
+        """In place: torch's own pinned memory is rounded up to the next power of two, 40 GiB to 64."""
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        address, num_bytes = self._slots.data_ptr(), self._slots.nbytes
+        code = int(runtime.cudaHostRegister(address, num_bytes, 0))
+        if code:
+            raise ValueError(
+                f"{num_bytes} bytes of host memory cannot be pinned (CUDA error {code}): use a lower --host-kv-bytes"
+            )
+        at_end = weakref.finalize(self, runtime.cudaHostUnregister, address)
+        at_end.atexit = False  # the driver unpins what is left when the process ends
 
     def _wait(self) -> None:
         if self._layers[0].is_cuda:

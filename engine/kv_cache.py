@@ -65,7 +65,9 @@ class KVCache:
             return None
         from engine.kv_copies import KVCopies  # imports triton, which a host without a GPU may lack
 
-        return KVCopies(self._data)
+        copies = KVCopies(self._data)
+        copies.warm_up()
+        return copies
 
     @staticmethod
     def bytes_per_block(num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -76,6 +76,15 @@ class KVCopies:
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._free = deque(self._make_desk(_TABLE_BLOCKS) for _ in range(_DESKS))
 
+    def warm_up(self) -> None:
+        """Compile and load both kernels at start: else the first hand-off does it in the middle of a step. One token's
+        row of block 0 goes out and back, so nothing changes."""
+        row = torch.empty(2 * self._words.shape[3] * self._words.shape[5], dtype=torch.int64, device=self._device)
+        wire = WireMemory(row.data_ptr(), row.nbytes)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self.pack([0], 0, 1, 0, 1, wire).wait()
+        self.unpack([0], 0, 1, 0, 1, wire, self._data.dtype).wait()
+
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
