@@ -23,6 +23,8 @@ from engine.kernels.triton_gpu import TritonKernels
 
 Attend = Callable[[torch.Tensor, float, "int | None"], None]
 """``(kv_layer, scale, window)``: from the query buffer into the output buffer, for the batch at hand."""
+AfterLayer = Callable[[int], None]
+"""``(layer)``: what writes its KV is launched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +60,13 @@ class CapturedForward:
             kernels.seam = None
         return self
 
-    def replay(self, attend: Attend | None = None) -> None:
-        for piece in self._pieces:
+    def replay(self, attend: Attend | None = None, after_layer: AfterLayer | None = None) -> None:
+        for layer, piece in enumerate(self._pieces):
             piece.graph.replay()
             assert attend is not None
             attend(piece.kv_layer, piece.scale, piece.window)
+            if after_layer is not None:
+                after_layer(layer)
         self._last.replay()
 
     # --- as the seam of ``TritonKernels`` during a capture in pieces ---

@@ -5,19 +5,21 @@ the KV cache or the sampling. Made and called by the GPU runner. Three ways, by 
 
     only decodes, at most ``max_num_seqs``      one graph of the next larger batch size, with or without cascade
     few tokens (launching would cost most)      graphs between attention calls, of the next larger token count
-    else, or when KV leaves layer by layer      eager, exact sizes
+    else                                        eager, exact sizes
+
+Where KV leaves layer by layer, ``after_layer`` is called when what writes a layer's KV is launched: between the pieces,
+or for all layers after a graph of the whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from engine.batch import ForwardBatch
-from engine.cuda_graphs import CapturedForward, decode_buckets, token_buckets
+from engine.cuda_graphs import AfterLayer, CapturedForward, decode_buckets, token_buckets
 from engine.gpu_batch import Ints, PackedStep, RequestSlots, StepLayout
 from engine.kernels.cascade_attention import CascadePlan
 from engine.kernels.cascade_plan import CascadeCost, choose_groups, find_groups
@@ -83,8 +85,8 @@ class GpuForward:
     def block_words(self) -> int:
         return int(self._block.numel())
 
-    def shape_of(self, num_requests: int, num_tokens: int, eager: bool) -> StepShape:
-        """``eager``: someone wants to be told after each layer."""
+    def shape_of(self, num_requests: int, num_tokens: int, *, eager: bool = False) -> StepShape:
+        """``eager``: whatever the sizes."""
         if not eager and num_tokens == num_requests:
             rows = next(size for size in self._decode_sizes if size >= num_requests)
             return StepShape("decode", *self._static(rows, rows))
@@ -95,7 +97,7 @@ class GpuForward:
         return StepShape("eager", layout, self._views(layout))
 
     def run(
-        self, shape: StepShape, step: PackedStep, block: torch.Tensor, after_layer: Callable[[int], None] | None = None
+        self, shape: StepShape, step: PackedStep, block: torch.Tensor, after_layer: AfterLayer | None = None
     ) -> torch.Tensor:
         """Hidden states of the rows that draw a token (decode: of all rows, padding too). ``block`` is pinned."""
         self._block[: shape.layout.words].copy_(block[: shape.layout.words], non_blocking=True)
@@ -104,6 +106,7 @@ class GpuForward:
         if shape.kind == "decode":
             rows = shape.layout.rows
             self._replay(("decode", rows, cascade is not None), shape, rows, cascade)
+            self._tell_all(after_layer)
             if len(step.sampled) == step.num_requests:
                 return self._hidden[:rows]
             return self._hidden.index_select(0, shape.inputs["logits_index"][: len(step.sampled)])
@@ -111,7 +114,7 @@ class GpuForward:
         batch = self._batch(shape, num_requests, step.max_q_len, len(step.sampled))
         self._kernels.begin_step(step.num_decodes, cascade)
         if shape.kind == "pieces":
-            return self._run_pieces(shape, batch, len(step.sampled))
+            return self._run_pieces(shape, batch, len(step.sampled), after_layer)
         self._prepare(shape)
         return self._model.forward(batch, self._kv_layers, after_layer)
 
@@ -154,7 +157,9 @@ class GpuForward:
         forward()
         self._graphs[key] = CapturedForward(forward, self._pool)
 
-    def _run_pieces(self, shape: StepShape, batch: ForwardBatch, sampled: int) -> torch.Tensor:
+    def _run_pieces(
+        self, shape: StepShape, batch: ForwardBatch, sampled: int, after_layer: AfterLayer | None = None
+    ) -> torch.Tensor:
         tokens = shape.layout.tokens
         key = ("pieces", tokens, False)
         graph = self._graphs.get(key)
@@ -170,6 +175,7 @@ class GpuForward:
 
             forward()
             self._graphs[key] = CapturedForward.in_pieces(forward, self._pool, self._kernels, queries, mixed)
+            self._tell_all(after_layer)
         else:
 
             def attend(kv_layer: torch.Tensor, scale: float, window: int | None) -> None:
@@ -178,9 +184,14 @@ class GpuForward:
                     window, mixed,
                 )  # fmt: skip
 
-            graph.replay(attend)
+            graph.replay(attend, after_layer)
         rows = shape.inputs["logits_index"][:sampled]
         return self._model.finish(mixed.flatten(1).index_select(0, rows), self._hidden.index_select(0, rows))
+
+    def _tell_all(self, after_layer: AfterLayer | None) -> None:
+        if after_layer is not None:
+            for layer in range(len(self._kv_layers)):
+                after_layer(layer)
 
     # --- inputs ---
 

@@ -148,7 +148,7 @@ class GpuRunner:
         then does on this stream finds their KV written."""
         ring = self._rings[self._next_ring]
         self._next_ring = (self._next_ring + 1) % _RING
-        shape = self._forward.shape_of(len(batch.items), batch.num_tokens, eager=on_layers is not None)
+        shape = self._forward.shape_of(len(batch.items), batch.num_tokens)
         step = pack_step(batch, self._slots, shape.layout, ring.block.numpy())
         after_layer = None if on_layers is None else self._grouped(on_layers)
         hidden = self._forward.run(shape, step, ring.block, after_layer)
@@ -261,7 +261,7 @@ class GpuRunner:
         """Compile the draws that a step can need."""
         rows = 1
         while rows <= max_rows:
-            shape = self._forward.shape_of(rows, rows, eager=False)
+            shape = self._forward.shape_of(rows, rows)
             logits = torch.zeros(shape.layout.rows, self.vocab_size, device=self.device)
             params = draw_params(shape.inputs, shape.layout.rows)
             for given, cut in ((None, False), (params, False), (params, True)):

@@ -10,12 +10,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from engine.batch import ScheduledBatch, ScheduledItem
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.host_kv import HostKV
 from engine.kernels import load_kernels
 from engine.messages import AddRequest, RequestOutput, SamplingParams
 from engine.model_runner import ModelRunner
+from engine.request import Request, RequestStatus
 
 pytestmark = [
     pytest.mark.gpu,
@@ -216,28 +218,42 @@ def test_a_shared_prefix_is_attended_to_once_and_changes_little(half_model: str)
     assert core.stats().prefix_cache_hits_total > 0
 
 
-def test_layers_are_announced_and_the_step_is_the_same(model: str) -> None:
-    from engine.batch import ScheduledBatch, ScheduledItem
-    from engine.request import Request, RequestStatus
-
-    core = make_core(model, "cuda")
+@pytest.mark.parametrize(("kind", "length"), [("decode", 1), ("pieces", 40), ("eager", 130)])
+def test_layers_are_announced_when_their_kv_is_written(model: str, kind: str, length: int) -> None:
+    """What is launched in the callback finds the KV of the layers that were announced, and the step is the same."""
+    core = make_core(model, "cuda", max_num_batched_tokens=130)
     runner = core.runner
-    asked = Request("x", prompt(3, 40), [], SamplingParams(max_tokens=4), 0.0, 1.0)
+    assert runner._forward.shape_of(1, length).kind == kind
+    asked = Request("x", prompt(3, length), [], SamplingParams(max_tokens=4), 0.0, 1.0)
     asked.transition(RequestStatus.RUNNING)
-    asked.block_table = [3, 7, 9]
-    batch = ScheduledBatch([ScheduledItem(asked, 40, 0, True)], 1)
+    asked.block_table = list(range(3, 14))
+    batch = ScheduledBatch([ScheduledItem(asked, length, 0, True)], 1)
+    layers = runner.kv_cache.layers
     groups: list[tuple[int, int]] = []
-    eager = runner.run(batch, lambda start, end: groups.append((start, end)))
+    seen: list[torch.Tensor] = []
+
+    def on_layers(start: int, end: int) -> None:
+        groups.append((start, end))
+        seen.extend(layer.clone() for layer in layers[start:end])
+
+    for layer in layers:
+        layer.zero_()
+    told = runner.run(batch, on_layers)
     assert groups == [(0, 2), (2, 3)]
-    assert runner.run(batch).token_ids == eager.token_ids
+    for layer, then in zip(layers, seen, strict=True):
+        assert layer.any()
+        assert torch.equal(layer, then)
+    assert runner.run(batch).token_ids == told.token_ids
 
 
-def test_the_pool_fills_the_allowed_memory(model: str) -> None:
+def test_the_pool_fills_the_allowed_memory(tmp_path: Path) -> None:
+    # With so many bytes a token that the memory ends before all requests have their longest.
+    model = write_model(tmp_path, torch.float32, max_positions=8192, kv_heads=8)
     gc.collect()
     torch.cuda.empty_cache()
     before, total = torch.cuda.mem_get_info()
-    part = 0.05
-    core = make_core(model, "cuda", num_blocks=None, gpu_memory_utilization=part, max_model_len=2048, max_num_seqs=1024)
-    assert core.runner.num_blocks > 1000
+    part = 8e9 / total
+    core = make_core(model, "cuda", num_blocks=None, gpu_memory_utilization=part, max_model_len=8192, max_num_seqs=128)
+    assert 1000 < core.runner.num_blocks < 128 * 8192 // 16
     taken = before - torch.cuda.mem_get_info()[0]
     assert part / 2 < taken / total < part
