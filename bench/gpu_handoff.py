@@ -10,6 +10,7 @@ Median of the repeats; the prompts are all different.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,6 +33,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.kv_cache import KVCache
 from engine.messages import AddRequest, PeerFrame, ReceiveKV, RequestOutput, SamplingParams, SendKV
+from engine.process import NAP_S
 from kv_transfer.layout import make_layout
 from pdserve.v1 import kv_pb2
 
@@ -73,6 +76,7 @@ class Process:
     def __init__(self, conn: Connection) -> None:
         self.conn = conn
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self.handoff: Any = None
 
     def send(self, frame: PeerFrame) -> None:
         self.conn.send(("frame", frame.peer, frame.payload))
@@ -82,25 +86,36 @@ class Process:
 
     def loop(self, core: EngineCore, handoffs: dict[str, Any], attach: Callable[[Any], None]) -> None:
         """Until it is killed. ``attach`` gives the core the hand-off of the lane that is measured."""
-        handoff: Any = None
         while True:
-            ready = wait([self.conn, self.wake_fd], 0.0 if core.has_work() else 0.05)
-            if self.wake_fd in ready:
-                os.eventfd_read(self.wake_fd)
-            while self.conn.poll():
-                command, *arguments = self.conn.recv()
-                match command:
-                    case "lane":
-                        handoff = handoffs[arguments[0]]
-                        attach(handoff)
-                    case "add":
-                        core.add(arguments[0])
-                    case "frame":
-                        handoff.on_frame(*arguments)
-            if handoff is not None:
-                handoff.poll()
+            wait([self.conn, self.wake_fd], 0.0 if core.has_work() else 0.05)
+            self.take_in(core, handoffs, attach)
             for output in [*core.take_news().outputs, *core.step().outputs]:
                 self.conn.send(("output", output))
+
+    def take_in(self, core: EngineCore, handoffs: dict[str, Any], attach: Callable[[Any], None]) -> bool:
+        """Messages, and what the data plane has. Whether there was a message."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.wake_fd)
+        came = False
+        while self.conn.poll():
+            came = True
+            command, *arguments = self.conn.recv()
+            match command:
+                case "lane":
+                    self.handoff = handoffs[arguments[0]]
+                    attach(self.handoff)
+                    core.while_waiting = partial(self.while_step_runs, core, handoffs, attach)
+                case "add":
+                    core.add(arguments[0])
+                case "frame":
+                    self.handoff.on_frame(*arguments)
+        if self.handoff is not None:
+            self.handoff.poll()
+        return came
+
+    def while_step_runs(self, *arguments: Any) -> bool:
+        time.sleep(NAP_S)
+        return self.take_in(*arguments)
 
 
 class NoModel:
@@ -151,7 +166,7 @@ def decode(conn: Connection, directory: str, device: str, lanes: list[str], long
     conn.send("ready")
 
     def attach(handoff: DecodeHandoff) -> None:
-        core.receiver, core.while_waiting = handoff, handoff.while_step_runs
+        core.receiver = handoff
 
     process.loop(core, handoffs, attach)
 
@@ -171,7 +186,7 @@ def prefill(conn: Connection, directory: str, lanes: list[str], longest: int) ->
     conn.send("ready")
 
     def attach(handoff: PrefillHandoff) -> None:
-        core.sender, core.while_waiting = handoff, handoff.while_step_runs
+        core.sender = handoff
 
     process.loop(core, handoffs, attach)
 

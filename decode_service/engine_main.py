@@ -42,9 +42,6 @@ from worker.translate import first_output_from_pb
 
 log = structlog.get_logger()
 
-NAP_S = 100e-6
-"""Between two looks at the data plane while a step runs on a device; the next step is launched already."""
-
 
 class DecodeHandoff:
     """The core's ``HandoffReceiver``, the process's ``Handoff`` and the receiver's port."""
@@ -125,14 +122,6 @@ class DecodeHandoff:
 
     def poll(self) -> None:
         self._receiver.poll()
-
-    def while_step_runs(self) -> bool:
-        """While the device computes a step: what has come is unpacked, and what is whole is published."""
-        if not self._receiver.open_transfers:
-            return False
-        self._receiver.poll()
-        time.sleep(NAP_S)
-        return True
 
     def next_deadline_s(self) -> float | None:
         return self._receiver.next_deadline_s
@@ -302,8 +291,6 @@ def build(process: EngineProcess, launch: EngineLaunch) -> Engine:
         launch.data_port,
     )
     core.receiver = handoff
-    if runner.kv_cache.copies is not None:
-        core.while_waiting = handoff.while_step_runs
     ready.data_endpoints = handoff.endpoints
     return Engine(core, ready, handoff)
 

@@ -12,6 +12,9 @@ n+1 computes for a request that this token ended is thrown away.
 
     step():  end expired requests -> schedule n+1 -> launch n+1 -> result of n -> update n -> news
 
+While the result of n is waited for, ``while_waiting`` lets requests and hand-offs come and go. What can run by then,
+when nothing could before, is launched as n+1 at once, and what could run after that asks for its ticket.
+
 Nothing is refused by an exception or by silence: each request added ends with exactly one ``RequestOutput`` that has a
 ``finish_reason``, in the outputs of some ``step()``. Calls that name an ended request do nothing (it may have ended
 while the caller's message was on its way); only ``reserve_kv``, ``write_kv`` and ``kv_ready``, whose caller would go on
@@ -74,8 +77,8 @@ class EngineCore:
         self.limits = EngineLimits(runner.num_blocks, config.block_size, runner.max_model_len, runner.vocab_size)
         self.draining = False
         self.while_waiting: Callable[[], bool] | None = None
-        """Called over and over while a launched step is waited for, as between steps; until it returns False, when
-        there is nothing to do. Of the hand-off, whose data comes and goes while a step runs."""
+        """Called over and over while a launched step is waited for: a nap, then it takes in what has come, as between
+        steps. Whether a message was among it. None: nothing is taken in before the step is over."""
         self._launch = runner.launch if config.async_scheduling and isinstance(runner, AsyncRunner) else None
         self._in_flight: tuple[ScheduledBatch, PendingStep, float] | None = None
         """The batch, its results to come, and when it was launched."""
@@ -148,24 +151,36 @@ class EngineCore:
         if self._in_flight is not None and scheduler.must_settle():
             self._read(*self._in_flight)
             self._in_flight = None
-        batch = scheduler.schedule(now_s)
-        self._carry_out(batch.copies)
-        for request in scheduler.ask_for_tickets(now_s):
-            assert self.sender is not None
-            self.sender.want_ticket(request)
+        before, self._in_flight = self._in_flight, None
         if self._launch is None:
+            batch = self._schedule(now_s)
             if batch.items:
                 started_s = self._clock()
                 self._take(batch, self.runner.run(batch, self._stream_kv(batch)), started_s)
             return self.take_news()
-        before, self._in_flight = self._in_flight, None
-        if batch.items:
-            scheduler.launched(batch)
-            started_s = self._clock()
-            self._in_flight = (batch, self._launch(batch, self._stream_kv(batch)), started_s)
+        self._launch_next(now_s)
         if before is not None:
             self._read(*before)
         return self.take_news()
+
+    def _schedule(self, now_s: float) -> ScheduledBatch:
+        batch = self.scheduler.schedule(now_s)
+        self._carry_out(batch.copies)
+        self._ask_for_tickets(now_s)
+        return batch
+
+    def _ask_for_tickets(self, now_s: float) -> None:
+        for request in self.scheduler.ask_for_tickets(now_s):
+            assert self.sender is not None
+            self.sender.want_ticket(request)
+
+    def _launch_next(self, now_s: float) -> None:
+        assert self._launch is not None
+        batch = self._schedule(now_s)
+        if batch.items:
+            self.scheduler.launched(batch)
+            started_s = self._clock()
+            self._in_flight = (batch, self._launch(batch, self._stream_kv(batch)), started_s)
 
     def _carry_out(self, copies: Sequence[BlockCopy]) -> None:
         for copy in copies:
@@ -176,8 +191,13 @@ class EngineCore:
                 self._host_memory.copy_in(copy.slots, copy.block_ids)
 
     def _read(self, batch: ScheduledBatch, pending: PendingStep, launched_s: float) -> None:
-        while self.while_waiting is not None and not pending.is_done() and self.while_waiting():
-            pass
+        scheduler = self.scheduler
+        while self.while_waiting is not None and not pending.is_done():
+            message_came = self.while_waiting()
+            if self._in_flight is None and scheduler.may_find_work and not scheduler.must_settle():
+                self._launch_next(self._clock())
+            elif message_came:
+                self._ask_for_tickets(self._clock())
         self._take(batch, pending.result(), launched_s)
 
     def _take(self, batch: ScheduledBatch, sampled: SampledBatch, launched_s: float) -> None:

@@ -8,6 +8,9 @@ binds both sockets before it starts this process and gives their addresses on th
     loop:  wait (not at all while there is work; else until a message, a wakeup, a deadline or the next heartbeat)
            -> dispatch messages -> hand-off poll -> core.step -> send its outputs
 
+    while core.step waits for a device (with a hand-off, whose news should not wait for a step):
+           nap -> dispatch messages -> hand-off poll -> send what there is to say
+
 Ends: SIGTERM (exit code 0), the service is gone (1; the kernel kills it too), an exception (1, after EngineFailed: the
 service starts a new incarnation and fails this one's requests). ``main`` is in the services (``engine_main``).
 """
@@ -22,8 +25,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import structlog
@@ -51,6 +55,8 @@ STATS_S = 0.1
 MAX_MESSAGES_PER_STEP = 1000
 """Then a step comes first, so that a flood of messages cannot stop the decodes."""
 MAX_QUEUED_MESSAGES = 10_000
+NAP_S = 100e-6
+"""While a step runs on a device; the next one is launched already, if there is one."""
 SEND_TIMEOUT_S = 10.0
 LAST_WORDS_S = 1.0
 _PR_SET_PDEATHSIG = 1
@@ -124,6 +130,8 @@ class EngineProcess:
         die_with_parent(self._parent_pid)
         try:
             engine = build(self)
+            if engine.handoff is not None:
+                engine.core.while_waiting = partial(self._while_step_runs, engine)
             # What start-up made lives as long as the process: collections between steps need not look at it again.
             gc.collect()
             gc.freeze()
@@ -151,16 +159,7 @@ class EngineProcess:
 
     def _turn(self, engine: Engine) -> None:
         had_work = engine.core.has_work()
-        events = dict(self._poller.poll(0 if had_work else self._wait_ms(engine)))
-        if self._wake_fd in events:
-            os.eventfd_read(self._wake_fd)
-        if self._inbox in events:
-            self._receive(engine)
-        if engine.handoff is not None:
-            engine.handoff.poll()
-            news = engine.core.take_news()
-            if news.outputs or news.kv_events:
-                self._send(news)
+        self._take_in(engine, dict(self._poller.poll(0 if had_work else self._wait_ms(engine))))
         # What came just now may begin and end in this very step: a prompt of one step on a prefill worker.
         had_work = had_work or engine.core.has_work()
         outputs = engine.core.step()
@@ -179,6 +178,26 @@ class EngineProcess:
             self._next_stats_s = now_s + STATS_S
         self._send(outputs)
         self._next_heartbeat_s = now_s + HEARTBEAT_S
+
+    def _while_step_runs(self, engine: Engine) -> bool:
+        """Whether a message has come. The data plane rings when it has something; what expires waits for the step."""
+        time.sleep(NAP_S)
+        events = dict(self._poller.poll(0))
+        if events:
+            self._take_in(engine, events)
+        return self._inbox in events
+
+    def _take_in(self, engine: Engine, events: dict[Any, int]) -> None:
+        """Messages, and what the data plane has; what is to be said of it at once."""
+        if self._wake_fd in events:
+            os.eventfd_read(self._wake_fd)
+        if self._inbox in events:
+            self._receive(engine)
+        if engine.handoff is not None:
+            engine.handoff.poll()
+            news = engine.core.take_news()
+            if news.outputs or news.kv_events:
+                self._send(news)
 
     def _wait_ms(self, engine: Engine) -> int:
         deadlines = [self._next_heartbeat_s, engine.core.next_deadline_s()]

@@ -138,6 +138,11 @@ class Scheduler:
         return not self._stuck and bool(self.waiting or self.granted or self.preempted or self.desk.queue)
 
     @property
+    def may_find_work(self) -> bool:
+        """Something happened since a schedule() that found nothing to run."""
+        return not self._stuck
+
+    @property
     def num_queued(self) -> int:
         """Requests that do not run and did not run to their end here."""
         return len(self.requests) - len(self.running) - len(self.holding)

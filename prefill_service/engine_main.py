@@ -41,9 +41,6 @@ from worker.translate import output_to_pb
 
 log = structlog.get_logger()
 
-NAP_S = 100e-6
-"""Between two looks at the data plane while a step runs on a device; the next step is launched already."""
-
 
 class PrefillHandoff:
     """The core's ``HandoffSender``, the process's ``Handoff`` and the sender's port."""
@@ -120,14 +117,6 @@ class PrefillHandoff:
 
     def poll(self) -> None:
         self._sender.poll()
-
-    def while_step_runs(self) -> bool:
-        """While the device computes a step: what it has packed leaves, and what waits for a slot is packed."""
-        if not self._sender.open_transfers:
-            return False
-        self._sender.poll()
-        time.sleep(NAP_S)
-        return True
 
     def next_deadline_s(self) -> float | None:
         return self._sender.next_deadline_s
@@ -264,8 +253,6 @@ def build(process: EngineProcess, launch: EngineLaunch) -> Engine:
     ready.kv_wire = wire_of(layout)
     handoff = PrefillHandoff(process, core, runner.kv_cache, launch.identity(), layout, launch.transfer)
     core.sender = handoff
-    if runner.kv_cache.copies is not None:
-        core.while_waiting = handoff.while_step_runs
     return Engine(core, ready, handoff)
 
 

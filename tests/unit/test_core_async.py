@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from engine.core import EngineCore
 from engine.messages import AddRequest, FinishReason
+from engine.request import Request
 from tests.unit import test_core_handoff
 from tests.unit.fake_async_runner import FakeAsyncRunner, batches_of, make_async_core
 from tests.unit.fake_runner import make_core, make_message, oracle
+from tests.unit.handoff_link import send_kv
 from tests.unit.leaks import assert_no_leak, check_books
 from tests.unit.test_scheduler_random import SHAPES, Client, is_refused, messages
 
@@ -154,7 +156,7 @@ class BusyCluster(test_core_handoff.Cluster):
         def deliver() -> bool:
             self.link.deliver(rng.randint(0, 2))
             self.delivered += 1
-            return rng.random() < 0.8
+            return rng.random() < 0.8  # whether it says that a message came
 
         self.delivered = 0
         for core in (self.p, self.d):
@@ -171,13 +173,66 @@ def test_random_hand_offs_that_go_on_while_a_step_runs(monkeypatch: pytest.Monke
 
 def test_a_step_that_is_over_is_not_waited_for() -> None:
     core = make_async_core()
-    calls: list[None] = []
-    core.while_waiting = lambda: bool(calls.append(None))
+    naps = 0
+
+    def nap() -> bool:
+        nonlocal naps
+        naps += 1
+        return False
+
+    core.while_waiting = nap
     core.add(make_message("a", [1, 2, 3], 4, ignore_eos=True))
     run_to_end(core, Client(core))
-    assert not calls
+    assert not naps
     assert isinstance(core.runner, FakeAsyncRunner)
-    core.runner.is_done = lambda: False
+    core.runner.is_done = lambda: naps % 3 == 0
+    naps = 1
     core.add(make_message("b", [1, 2, 3], 4, ignore_eos=True))
     run_to_end(core, Client(core))
-    assert len(calls) == 4  # once a step: there is nothing to do, so the result is waited for
+    assert naps == 3
+
+
+def test_what_comes_while_a_step_runs_is_launched_before_it_is_over() -> None:
+    core = make_async_core()
+    assert isinstance(core.runner, FakeAsyncRunner)
+    naps: list[int] = []
+
+    def nap() -> bool:
+        naps.append(len(batches_of(core)))
+        if len(naps) == 2:
+            core.add(make_message("b", [7, 8, 9, 10], 1, ignore_eos=True))
+        return len(naps) == 2
+
+    core.while_waiting = nap
+    core.runner.is_done = lambda: len(naps) >= 4
+    client = Client(core)
+    core.add(make_message("a", [1, 2, 3], 1, ignore_eos=True))
+    client.step()
+    client.step()
+    assert naps == [1, 1, 2, 2]
+    assert [batch[0] for batch in batches_of(core)] == [("a", 0, 3), ("b", 0, 4)]
+    run_to_end(core, client)
+    assert_no_leak(core)
+
+
+def test_a_ticket_is_asked_for_while_a_step_runs() -> None:
+    asked: list[str] = []
+    core = make_async_core()
+
+    class Sender:
+        def want_ticket(self, request: Request) -> None:
+            asked.append(request.request_id)
+
+    def nap() -> bool:
+        core.add(make_message("b", [7, 8, 9, 10], 4, handoff=send_kv()))
+        return True
+
+    core.sender = Sender()  # type: ignore[assignment]
+    core.while_waiting = nap
+    core.add(make_message("a", [1, 2, 3], 4, ignore_eos=True))
+    core.step()
+    assert not asked
+    assert isinstance(core.runner, FakeAsyncRunner)
+    core.runner.is_done = lambda: "b" in core.scheduler.requests
+    core.step()
+    assert asked == ["b"]
