@@ -69,11 +69,12 @@ def write_model(name: str, directory: Path, *, with_tokenizer: bool = False) -> 
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(SHAPES[name]))
     if with_tokenizer:
-        _write_tokenizer(SHAPES[name]["vocab_size"], directory)
+        write_tokenizer(SHAPES[name]["vocab_size"], directory)
     return str(directory)
 
 
-def _write_tokenizer(vocab_size: int, directory: Path) -> None:
+def write_tokenizer(vocab_size: int, directory: Path) -> None:
+    """One with a text for every id."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""transformers as the independent oracle of greedy output, in fp32 on the CPU."""
+"""transformers as the independent oracle of greedy output, in fp32, on the CPU unless a test moves it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Oracle:
         for start in range(0, len(order), batch):
             rows = order[start : start + batch]
             width = max(len(prompts[i]) for i in rows)
-            ids = torch.tensor([[self.eos] * (width - len(prompts[i])) + prompts[i] for i in rows])
-            mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in rows])
+            ids = self._tensor([[self.eos] * (width - len(prompts[i])) + prompts[i] for i in rows])
+            mask = self._tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in rows])
             result = self.model.generate(
                 input_ids=ids, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False, pad_token_id=self.eos
             )
@@ -47,11 +47,15 @@ class Oracle:
     @torch.inference_mode()
     def margin(self, context: list[int], first: int, second: int) -> float:
         """|logit(first) - logit(second)| after ``context``."""
-        logits = self.model(torch.tensor([context])).logits[0, -1]
+        logits = self.model(self._tensor([context]), logits_to_keep=1).logits[0, -1]
         top = logits.topk(2).indices.tolist()
         if {first, second} != set(top):
             return float("inf")
         return float((logits[first] - logits[second]).abs())
+
+    def _tensor(self, rows: list[list[int]]) -> torch.Tensor:
+        """Where the model is: on the CPU, unless a test moved it."""
+        return torch.tensor(rows, device=self.model.device)
 
     def assert_same(self, prompt: list[int], got: list[int], want: list[int], name: str) -> None:
         """Token for token, up to a first divergence that is a tie (which is noted in ``ties``)."""
