@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-Linear = Callable[[torch.Tensor], torch.Tensor]
-"""``[T, in] -> [T, out]``."""
+Normed = Any
+"""Rows that a backend has normed for its own products: a tensor, or, on a GPU, less than that (``DeferredNorm``)."""
+
+Linear = Callable[[Normed], torch.Tensor]
+"""``[T, in] -> [T, out]``, of a tensor or of what the same backend has normed."""
+
+AddNorm = Callable[[torch.Tensor, torch.Tensor], tuple[Normed, torch.Tensor]]
+"""``([T, in], [T, hidden]) -> (normed, [T, hidden])``. The second argument may be overwritten."""
 
 
 class Kernels(Protocol):
@@ -34,6 +40,15 @@ class Kernels(Protocol):
 
     def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """``silu(x @ gate.T) * (x @ up.T)``; ``weight`` [2 * out, in] is gate over up, ``bias`` likewise."""
+        ...
+
+    def linear_add_norm(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor, eps: float, *, plain: bool
+    ) -> AddNorm:
+        """From ``(x, residual)`` to ``(rms_norm(sum), sum)`` of ``sum = residual + x @ weight.T``.
+
+        ``plain``: the normed rows are a tensor; otherwise only ``linear`` and ``gated_linear`` can read them.
+        """
         ...
 
     def fused_add_rms_norm(

@@ -11,7 +11,7 @@ from ctypes import byref, c_float, c_int, c_long, c_void_p
 
 import torch
 
-from engine.kernels import Linear
+from engine.kernels import AddNorm, Linear
 from engine.kernels.native_build import load_library
 from engine.kernels.torch_cpu import TorchKernels
 
@@ -119,6 +119,12 @@ class NativeKernels:
         weight = weight.contiguous()
         self._pack_weight(byref(_PackArgs(weight.data_ptr(), packed.data_ptr(), outputs, inputs, bf16)))
         return _NativeLinear(self._linear, packed, bias, outputs, out_dtype, gated)
+
+    def linear_add_norm(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor, eps: float, *, plain: bool
+    ) -> AddNorm:
+        multiply = self.linear(weight, bias)
+        return lambda x, residual: self.fused_add_rms_norm(multiply(x), residual, norm_weight, eps)
 
     def fused_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float

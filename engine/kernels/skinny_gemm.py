@@ -7,7 +7,14 @@ streamed through ``num_stages`` tiles; several programs an SM keep the memory bu
 Splits of K write float32 partials; the last one to arrive sums them in fixed order, so the result does not depend on
 timing.
 
-    program (n, s): rows n*BLOCK_N.. of w, columns s*K/SPLIT..;   partial[s, n] --last of SPLIT--> y[:, n]
+    program (n, s): rows n*BLOCK_N.. of w, columns s*K/SPLIT..;   partial[s, n] --last of SPLIT--> epilogue of tile n
+
+What stands between two products of a layer is done in the epilogues, without a launch of its own:
+
+    gated       the tile is BLOCK_N/2 rows of the gate and the same rows of the up matrix:  y = silu(gate) * up
+    add_norm    residual += x @ w.T, in place. The norm that follows needs the whole row, which no program has: each
+                leaves residual * norm_weight and its columns' sum of squares (``DeferredNorm``), and the product that
+                reads those scales its sums by 1 / rms in its own epilogue.
 """
 
 from __future__ import annotations
@@ -25,37 +32,49 @@ MAX_ROWS = 64
 
 @triton.jit(do_not_specialize=["M"])
 def _skinny_kernel(
-    x_ptr, w_ptr, w_desc, bias_ptr, residual_ptr, y_ptr, partial_ptr, counter_ptr, M, N, stride_x, stride_w,
-    stride_r, stride_y,
+    x_ptr, squares_ptr, w_ptr, w_desc, bias_ptr, y_ptr, norm_weight_ptr, scaled_ptr, out_squares_ptr, partial_ptr,
+    counter_ptr, M, N, eps, stride_x, stride_w, stride_y,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
-    TMA: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    TMA: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ADD_NORM: tl.constexpr, SQUARES: tl.constexpr,
+    ROW_STRIDE: tl.constexpr, STAGES: tl.constexpr, LINES_AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """SQUARES: how many sums of squares x's norm is made of; 0: x is as it should be. GATED: w has 2 * N rows."""
     tile = tl.program_id(0)
     split = tl.program_id(1)
     PER_SPLIT: tl.constexpr = K // SPLIT
-    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    COLUMNS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # of y
+    n = tile * COLUMNS + tl.arange(0, COLUMNS)
     m = tl.arange(0, BLOCK_M)
     kk = tl.arange(0, BLOCK_K)
-    rows = tl.minimum(n, N - 1).to(tl.int64) * stride_w
+    cell_n = tl.arange(0, BLOCK_N)
+    row = tl.minimum(tile * COLUMNS + cell_n % COLUMNS, N - 1) + cell_n // COLUMNS * N
+    rows = row.to(tl.int64) * stride_w
     first = split * PER_SPLIT
     if PDL:
         # Weights are nobody's output: fetch the first ones into the cache while the kernel before still runs.
-        ahead = tl.minimum(first + tl.arange(0, 16) * 64, K - 1)
+        ahead = tl.minimum(first + tl.arange(0, LINES_AHEAD) * 64, K - 1)
         lines = w_ptr + rows[:, None] + ahead[None, :]
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
         )
     await_inputs(PDL)
+    if SQUARES:
+        s = tl.arange(0, triton.next_power_of_2(SQUARES))
+        squares = tl.load(squares_ptr + s[:, None] * ROW_STRIDE + m[None, :], mask=s[:, None] < SQUARES, other=0.0)
+        scale = tl.math.rsqrt(tl.sum(squares, 0) / K + eps)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for k in tl.range(first, first + PER_SPLIT, BLOCK_K, num_stages=STAGES):
-        if TMA:  # noqa: SIM108
-            w = w_desc.load([tile * BLOCK_N, k])
+        if TMA:
+            if GATED:
+                w = w_desc.load([0, tile * COLUMNS, k]).reshape(BLOCK_N, BLOCK_K)
+            else:
+                w = w_desc.load([tile * BLOCK_N, k])
         else:
             w = tl.load(w_ptr + rows[:, None] + (k + kk)[None, :])
         x = tl.load(x_ptr + m[:, None] * stride_x + (k + kk)[None, :], mask=m[:, None] < M, other=0.0)
         acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
     # A split's partial is [BLOCK_N, BLOCK_M], contiguous for the program that writes it and the one that sums.
-    cell = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
+    cell = cell_n[:, None] * BLOCK_M + m[None, :]
     final = True
     if SPLIT > 1:
         base = partial_ptr + tile.to(tl.int64) * (SPLIT * BLOCK_N * BLOCK_M)
@@ -68,13 +87,27 @@ def _skinny_kernel(
             for s in tl.static_range(SPLIT):
                 acc += tl.load(base + s * (BLOCK_N * BLOCK_M) + cell, cache_modifier=".cg")
     if final:
+        if SQUARES:
+            acc *= scale[None, :]
         if BIAS:
-            acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-        out = tl.trans(acc)
+            acc += tl.load(bias_ptr + row).to(tl.float32)[:, None]
+        if GATED:
+            gate, up = acc.reshape(2, COLUMNS, BLOCK_M).permute(1, 2, 0).split()
+            out = tl.trans(gate / (1.0 + tl.exp(-gate)) * up)
+        else:
+            out = tl.trans(acc)
         mask = (m[:, None] < M) & (n[None, :] < N)
-        if RESIDUAL:
-            out += tl.load(residual_ptr + m[:, None] * stride_r + n[None, :], mask=mask, other=0.0).to(tl.float32)
-        tl.store(y_ptr + m[:, None] * stride_y + n[None, :], out.to(y_ptr.dtype.element_ty), mask=mask)
+        at = y_ptr + m[:, None] * stride_y + n[None, :]
+        if ADD_NORM:
+            total = (out + tl.load(at, mask=mask, other=0.0).to(tl.float32)).to(y_ptr.dtype.element_ty)
+            tl.store(at, total, mask=mask)
+            wide = tl.where(mask, total.to(tl.float32), 0.0)
+            weight = tl.load(norm_weight_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+            scaled = (wide * weight[None, :]).to(scaled_ptr.dtype.element_ty)
+            tl.store(scaled_ptr + m[:, None] * N + n[None, :], scaled, mask=mask)
+            tl.store(out_squares_ptr + tile * ROW_STRIDE + m, tl.sum(wide * wide, 1))
+        else:
+            tl.store(at, out.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +120,8 @@ class SkinnyTiling:
     num_stages: int = 4
     num_warps: int = 4
     tma: bool = False
+    lines_ahead: int = 16
+    """Lines of 128 bytes that a program fetches of each of its rows of w before its inputs are there."""
 
 
 def choose_tiling(n: int, k: int, sm_count: int, rows: int) -> SkinnyTiling:
@@ -101,6 +136,20 @@ def choose_tiling(n: int, k: int, sm_count: int, rows: int) -> SkinnyTiling:
     return SkinnyTiling(block_k=block_k, split=split)
 
 
+@dataclass(frozen=True, slots=True)
+class DeferredNorm:
+    """RMS-normed rows but for the factor 1 / rms of each row, which the product that reads them applies."""
+
+    scaled: torch.Tensor
+    """[M, K]: x * norm_weight."""
+    squares: torch.Tensor
+    """[parts, MAX_ROWS] float32: each part's share of a row's sum of squares of x."""
+    eps: float
+
+    def __len__(self) -> int:
+        return self.scaled.shape[0]
+
+
 class SkinnyLinear:
     """A weight [N, K] with the workspace of its product. One stream at a time: all calls share the workspace."""
 
@@ -110,47 +159,70 @@ class SkinnyLinear:
         bias: torch.Tensor | None = None,
         tiling: SkinnyTiling | None = None,
         out_dtype: torch.dtype | None = None,
+        *,
+        gated: bool = False,
     ) -> None:
-        """``out_dtype``: None, the input's."""
+        """``out_dtype``: None, the input's. ``gated``: weight is gate over up [2 * N, K], y ``silu(gate) * up``."""
         n, k = weight.shape
         if weight.stride(1) != 1:
             raise ValueError("the weight's last dimension must be contiguous: call .contiguous() once at load")
         sm_count = (
             torch.cuda.get_device_properties(weight.device).multi_processor_count if weight.device.type == "cuda" else 4
         )
-        self.weight, self.bias, self.out_dtype = weight, bias, out_dtype
+        self.weight, self.bias, self.out_dtype, self.gated = weight, bias, out_dtype, gated
         self.tiling = tiling or choose_tiling(n, k, sm_count, MAX_ROWS)
         t = self.tiling
         if k % (t.split * t.block_k):
             raise ValueError(
                 f"K={k} does not divide into {t.split} splits of whole tiles of {t.block_k}: lower the split"
             )
-        tiles = triton.cdiv(n, t.block_n)
-        cells = tiles * t.split * t.block_n * MAX_ROWS if t.split > 1 else 1
+        self._outputs = n // 2 if gated else n
+        self._tiles = triton.cdiv(self._outputs, t.block_n // 2 if gated else t.block_n)
+        cells = self._tiles * t.split * t.block_n * MAX_ROWS if t.split > 1 else 1
         self._partial = torch.empty(cells, dtype=torch.float32, device=weight.device)
-        self._counters = torch.zeros(tiles, dtype=torch.int32, device=weight.device)
+        self._counters = torch.zeros(self._tiles, dtype=torch.int32, device=weight.device)
         self._descriptor: object = weight
         if t.tma:
             from triton.tools.tensor_descriptor import TensorDescriptor
 
-            self._descriptor = TensorDescriptor.from_tensor(weight, [t.block_n, t.block_k])
+            halves = (weight.view(2, -1, k), [2, t.block_n // 2, t.block_k])
+            self._descriptor = TensorDescriptor.from_tensor(*(halves if gated else (weight, [t.block_n, t.block_k])))
 
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """x [M, K] -> x @ weight.T (+ bias) (+ residual) [M, N], for M <= 64."""
-        rows = x.shape[0]
-        n, k = self.weight.shape
+    def __call__(self, x: torch.Tensor | DeferredNorm, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x [M, K] -> x @ weight.T (+ bias) [M, N], for M <= 64."""
+        if out is None:
+            like = x.scaled if isinstance(x, DeferredNorm) else x
+            out = torch.empty(len(x), self._outputs, dtype=self.out_dtype or like.dtype, device=like.device)
+        self._run(x, out, None)
+        return out
+
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> DeferredNorm:
+        """``residual += x @ weight.T (+ bias)``, in place, and its norm."""
+        normed = DeferredNorm(
+            torch.empty(len(x), self._outputs, dtype=x.dtype, device=x.device),
+            torch.empty(self._tiles, MAX_ROWS, dtype=torch.float32, device=x.device),
+            eps,
+        )
+        self._run(x, residual, (norm_weight, normed))
+        return normed
+
+    def _run(
+        self, x: torch.Tensor | DeferredNorm, y: torch.Tensor, norm: tuple[torch.Tensor, DeferredNorm] | None
+    ) -> None:
+        deferred = x if isinstance(x, DeferredNorm) else None
+        a = x.scaled if isinstance(x, DeferredNorm) else x
+        rows, k = a.shape
         if rows > MAX_ROWS:
             raise ValueError(f"{rows} rows: use a library product above {MAX_ROWS}")
         t = self.tiling
-        y = torch.empty(rows, n, dtype=self.out_dtype or x.dtype, device=x.device) if out is None else out
-        other = x if residual is None else residual
-        _skinny_kernel[(triton.cdiv(n, t.block_n), t.split)](
-            x, self.weight, self._descriptor, self.weight if self.bias is None else self.bias, other, y, self._partial,
-            self._counters, rows, n, x.stride(0), self.weight.stride(0), other.stride(0), y.stride(0),
+        norm_weight, out = norm or (a, None)
+        _skinny_kernel[(self._tiles, t.split)](
+            a, self._partial if deferred is None else deferred.squares, self.weight, self._descriptor,
+            self.weight if self.bias is None else self.bias, y, norm_weight, y if out is None else out.scaled,
+            self._partial if out is None else out.squares, self._partial, self._counters, rows, self._outputs,
+            0.0 if deferred is None else deferred.eps, a.stride(0), self.weight.stride(0), y.stride(0),
             K=k, BLOCK_M=max(16, triton.next_power_of_2(rows)), BLOCK_N=t.block_n, BLOCK_K=t.block_k, SPLIT=t.split,
-            TMA=t.tma, BIAS=self.bias is not None, RESIDUAL=residual is not None, STAGES=t.num_stages,
-            num_warps=t.num_warps, **pdl(x.device),
+            TMA=t.tma, BIAS=self.bias is not None, GATED=self.gated, ADD_NORM=out is not None,
+            SQUARES=0 if deferred is None else len(deferred.squares), ROW_STRIDE=MAX_ROWS, STAGES=t.num_stages,
+            LINES_AHEAD=t.lines_ahead, num_warps=t.num_warps, **pdl(a.device),
         )  # fmt: skip
-        return y

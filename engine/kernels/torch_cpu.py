@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from engine.kernels import Linear, reference
+from engine.kernels import AddNorm, Linear, reference
 
 # Weights are packed for about this many rows: best or equal at every batch size tried (1 to 512).
 _PACK_ROWS = 256
@@ -43,6 +43,12 @@ class TorchKernels:
     def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         multiply = self.linear(weight, bias)
         return lambda x: self.silu_and_mul(multiply(x))
+
+    def linear_add_norm(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor, eps: float, *, plain: bool
+    ) -> AddNorm:
+        multiply = self.linear(weight, bias)
+        return lambda x, residual: self.fused_add_rms_norm(multiply(x), residual, norm_weight, eps)
 
     def fused_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float

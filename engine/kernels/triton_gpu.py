@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from engine.kernels import Linear, elementwise
+from engine.kernels import AddNorm, Linear, Normed, elementwise
 from engine.kernels.cascade_attention import CascadePlan
 from engine.kernels.decode_attention import DecodePlan, paged_decode
 from engine.kernels.prefill_attention import paged_prefill
@@ -29,6 +29,7 @@ _SKINNY_ROWS = 32
 _SKINNY_BLOCK_K = 256
 _SKINNY_FEW_OUTPUTS = 2048
 """Up to this many a split of K pays: there are too few programs without it."""
+_HALF = (torch.bfloat16, torch.float16)
 
 
 class AttentionSeam(Protocol):
@@ -68,8 +69,11 @@ class TritonKernels:
         """Nothing to set: the work is the device's."""
 
     def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        multiply = self.linear(weight, bias)
-        return lambda x: self.silu_and_mul(multiply(x))
+        def multiply(x: torch.Tensor) -> torch.Tensor:
+            return self.silu_and_mul(F.linear(x, weight, bias))
+
+        skinny = _skinny(weight, bias, gated=True)
+        return multiply if skinny is None else _by_rows(skinny, multiply)
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> Linear:
         """Takes over ``weight`` [out, in]; it stays as it is."""
@@ -87,13 +91,34 @@ class TritonKernels:
             def multiply(x: torch.Tensor) -> torch.Tensor:
                 return F.linear(x, weight, bias)
 
-        is_half = weight.dtype in (torch.bfloat16, torch.float16)
-        if weight.shape[1] % _SKINNY_BLOCK_K or not is_half or weight.device.type != "cuda":
-            return multiply
-        split = 4 if weight.shape[0] <= _SKINNY_FEW_OUTPUTS and weight.shape[1] % (4 * _SKINNY_BLOCK_K) == 0 else 1
-        tiling = SkinnyTiling(64, _SKINNY_BLOCK_K, split, num_stages=4, num_warps=4, tma=True)
-        skinny = SkinnyLinear(weight, bias, tiling, out_dtype)
-        return lambda x: skinny(x) if x.shape[0] <= _SKINNY_ROWS else multiply(x)
+        skinny = _skinny(weight, bias, out_dtype)
+        return multiply if skinny is None else _by_rows(skinny, multiply)
+
+    def linear_add_norm(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor, eps: float, *, plain: bool
+    ) -> AddNorm:
+        in_place = weight.dtype in _HALF and bias is None
+
+        def many(x: torch.Tensor, residual: torch.Tensor) -> tuple[Normed, torch.Tensor]:
+            if not in_place:
+                return self.fused_add_rms_norm(F.linear(x, weight, bias), residual, norm_weight, eps)
+            # The product reads the residual while it multiplies, and rounds the sum once.
+            torch.addmm(residual, x, weight.t(), out=residual)
+            return self.fused_add_rms_norm(residual, None, norm_weight, eps)
+
+        skinny = _skinny(weight, bias)
+        # A norm can wait for the next product only if that is our own, too; float16 might not hold what is not normed.
+        if skinny is None or weight.dtype != torch.bfloat16 or weight.shape[0] % _SKINNY_BLOCK_K:
+            return many
+
+        def run(x: torch.Tensor, residual: torch.Tensor) -> tuple[Normed, torch.Tensor]:
+            if len(x) > _SKINNY_ROWS:
+                return many(x, residual)
+            if plain:
+                return self.fused_add_rms_norm(skinny(x), residual, norm_weight, eps)
+            return skinny.add_norm(x, residual, norm_weight, eps), residual
+
+        return run
 
     def fused_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
@@ -178,3 +203,19 @@ class TritonKernels:
         if cascade is not None:
             cascade.run(q, kv_layer, block_table, scale)
         paged_decode(q, kv_layer, block_table, seq_lens, scale, plan, out)
+
+
+def _skinny(
+    weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None, *, gated: bool = False
+) -> SkinnyLinear | None:
+    """Our own product for few rows, where there is one."""
+    outputs, inputs = weight.shape
+    if inputs % _SKINNY_BLOCK_K or weight.dtype not in _HALF or weight.device.type != "cuda":
+        return None
+    split = 4 if outputs <= _SKINNY_FEW_OUTPUTS and inputs % (4 * _SKINNY_BLOCK_K) == 0 else 1
+    tiling = SkinnyTiling(64, _SKINNY_BLOCK_K, split, num_stages=4, num_warps=4, tma=True)
+    return SkinnyLinear(weight, bias, tiling, out_dtype, gated=gated)
+
+
+def _by_rows(skinny: SkinnyLinear, multiply: Linear) -> Linear:
+    return lambda x: skinny(x) if len(x) <= _SKINNY_ROWS else multiply(x)

@@ -1,11 +1,14 @@
-"""Self-attention over the paged KV cache: merged QKV projection, rope and KV write, attention, output projection."""
+"""Self-attention over the paged KV cache: merged QKV projection, rope and KV write, attention, output projection.
+
+The norm after it, which the MLP begins with, goes with the output projection.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from engine.batch import ForwardBatch
-from engine.kernels import Kernels
+from engine.kernels import Kernels, Normed
 from engine.model_config import ModelConfig
 from engine.weights import Weights
 
@@ -35,16 +38,19 @@ class Attention:
             if config.qkv_bias
             else None,
         )
-        self._o = kernels.linear(
+        self._o = kernels.linear_add_norm(
             weights.take(f"{prefix}o_proj.weight", (config.hidden_size, q_size)),
             weights.take(f"{prefix}o_proj.bias", (config.hidden_size,)) if config.o_bias else None,
+            weights.take(f"model.layers.{layer}.post_attention_layernorm.weight", (config.hidden_size,)),
+            config.rms_norm_eps,
+            plain=False,
         )
         self._q_norm = weights.take(f"{prefix}q_norm.weight", (config.head_dim,)) if config.qk_norm else None
         self._k_norm = weights.take(f"{prefix}k_norm.weight", (config.head_dim,)) if config.qk_norm else None
 
-    def mix(self, x: torch.Tensor, batch: ForwardBatch, kv_layer: torch.Tensor) -> torch.Tensor:
+    def mix(self, normed: Normed, batch: ForwardBatch, kv_layer: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, heads * head_dim]; writes the tokens' keys and values into ``kv_layer``."""
-        heads = self._qkv(x).view(x.shape[0], -1, self._head_dim)
+        heads = self._qkv(normed).view(len(normed), -1, self._head_dim)
         q, k, v = heads.tensor_split((self._num_heads, self._num_heads + self._num_kv_heads), dim=1)
         q = self._kernels.rope_kv_write(
             q,
@@ -68,8 +74,8 @@ class Attention:
             batch.max_q_len,
             self._window,
         )
-        return mixed.view(x.shape[0], -1)
+        return mixed.view(len(normed), -1)
 
-    def project(self, mixed: torch.Tensor) -> torch.Tensor:
-        """[rows, heads * head_dim] -> [rows, hidden]."""
-        return self._o(mixed)
+    def project(self, mixed: torch.Tensor, residual: torch.Tensor) -> tuple[Normed, torch.Tensor]:
+        """[rows, heads * head_dim] and the residual -> the norm of their sum and the residual, [rows, hidden]."""
+        return self._o(mixed, residual)

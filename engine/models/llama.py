@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.batch import ForwardBatch
-from engine.kernels import Kernels
+from engine.kernels import Kernels, Normed
 from engine.layers.attention import Attention
 from engine.layers.mlp import GatedMLP
 from engine.layers.rope import rope_table
@@ -21,30 +21,27 @@ from engine.weights import Weights
 
 
 class DecoderLayer:
-    """Pre-norm attention and MLP around one residual stream."""
+    """Attention and MLP around one residual stream. Each norms what it leaves for what follows."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, weights: Weights, kernels: Kernels, cos_sin: torch.Tensor
+        self,
+        config: ModelConfig,
+        layer: int,
+        weights: Weights,
+        kernels: Kernels,
+        cos_sin: torch.Tensor,
+        next_norm: torch.Tensor,
     ) -> None:
-        prefix, hidden = f"model.layers.{layer}.", (config.hidden_size,)
-        self._norm = kernels.fused_add_rms_norm
-        self._eps = config.rms_norm_eps
-        self._input_norm = weights.take(f"{prefix}input_layernorm.weight", hidden)
         self._attention = Attention(config, layer, weights, kernels, cos_sin)
-        self._post_norm = weights.take(f"{prefix}post_attention_layernorm.weight", hidden)
-        self._mlp = GatedMLP(config, layer, weights, kernels)
+        self._mlp = GatedMLP(config, layer, weights, kernels, next_norm)
 
-    def attend(
-        self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch, kv_layer: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What depends on other tokens; writes the keys and values. Returns what attention mixed, and the residual."""
-        x, residual = self._norm(x, residual, self._input_norm, self._eps)
-        return self._attention.mix(x, batch, kv_layer), residual
+    def attend(self, normed: Normed, batch: ForwardBatch, kv_layer: torch.Tensor) -> torch.Tensor:
+        """What depends on other tokens; writes the keys and values. Returns what attention mixed."""
+        return self._attention.mix(normed, batch, kv_layer)
 
-    def finish(self, mixed: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rest, of any of the rows."""
-        x, residual = self._norm(self._attention.project(mixed), residual, self._post_norm, self._eps)
-        return self._mlp(x), residual
+    def finish(self, mixed: torch.Tensor, residual: torch.Tensor) -> tuple[Normed, torch.Tensor]:
+        """The rest, of any of the rows; ``residual`` may be overwritten."""
+        return self._mlp(*self._attention.project(mixed, residual))
 
 
 class LlamaForCausalLM:
@@ -55,8 +52,11 @@ class LlamaForCausalLM:
         self._norm = kernels.fused_add_rms_norm
         self._embedding = weights.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         cos_sin = rope_table(config.rope, config.head_dim, max_model_len).to(self._embedding.device)
-        self._layers = [DecoderLayer(config, i, weights, kernels, cos_sin) for i in range(config.num_layers)]
-        self._final_norm = weights.take("model.norm.weight", (config.hidden_size,))
+        norms = [f"model.layers.{i}.input_layernorm.weight" for i in range(config.num_layers)] + ["model.norm.weight"]
+        self._first_norm, *next_norms = [weights.take(name, (config.hidden_size,)) for name in norms]
+        self._layers = [
+            DecoderLayer(config, i, weights, kernels, cos_sin, next_norm) for i, next_norm in enumerate(next_norms)
+        ]
         if config.tie_word_embeddings:
             weights.discard("lm_head.weight")
             head = self._embedding
@@ -87,21 +87,22 @@ class LlamaForCausalLM:
             What the last layer's attention mixed, and the residual, for ``finish``.
         """
         x = F.embedding(batch.token_ids, self._embedding)
-        residual: torch.Tensor | None = None
+        normed: Normed
+        normed, residual = self._norm(x, None, self._first_norm, self.config.rms_norm_eps)
         for i, layer in enumerate(self._layers[:-1]):
-            mixed, residual = layer.attend(x, residual, batch, kv_layers[i])
+            mixed = layer.attend(normed, batch, kv_layers[i])
             if after_layer is not None:
                 after_layer(i)
-            x, residual = layer.finish(mixed, residual)
-        mixed, residual = self._layers[-1].attend(x, residual, batch, kv_layers[-1])
+            normed, residual = layer.finish(mixed, residual)
+        mixed = self._layers[-1].attend(normed, batch, kv_layers[-1])
         if after_layer is not None:
             after_layer(len(self._layers) - 1)
         return mixed, residual
 
     def finish(self, mixed: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """The normed hidden states of these rows."""
-        x, residual = self._layers[-1].finish(mixed, residual)
-        return self._norm(x, residual, self._final_norm, self.config.rms_norm_eps)[0]
+        """The normed hidden states of these rows; ``residual`` may be overwritten."""
+        normed: torch.Tensor = self._layers[-1].finish(mixed, residual)[0]
+        return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocab_size] float32."""

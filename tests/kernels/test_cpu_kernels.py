@@ -123,6 +123,18 @@ def test_gated_linear(kernels, rows, outputs, inputs, bias, dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outputs", "inputs"), [(96, 32), (50, 64)])
+@pytest.mark.parametrize("plain", [False, True])
+def test_linear_add_norm(kernels, outputs, inputs, plain, dtype) -> None:
+    weight, x = random(outputs, inputs, dtype=dtype), random(5, inputs, dtype=dtype, seed=1)
+    residual, norm_weight = random(5, outputs, dtype=dtype, seed=2), random(outputs, dtype=dtype, seed=3)
+    exact = residual.double() + x.double() @ weight.double().T
+    normed, total = kernels.linear_add_norm(weight, None, norm_weight, 1e-5, plain=plain)(x, residual.clone())
+    assert_near(total, exact, dtype)
+    assert_near(normed, reference.rms_norm(exact, norm_weight.double(), 1e-5), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_native_results_do_not_depend_on_the_rest_of_the_batch(dtype) -> None:
     native = load_kernels("native")
     native.set_num_threads(2)

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from engine.kernels import reference
 from engine.kernels.decode_attention import DecodePlan, paged_decode
 from engine.kernels.skinny_gemm import SkinnyTiling
 from engine.kernels.triton_gpu import TritonKernels
@@ -79,6 +80,41 @@ def test_between_the_products(dtype: torch.dtype) -> None:
 )
 def test_skinny_product(rows: int, tiling: SkinnyTiling | None) -> None:
     checks.check_skinny(CUDA, BF16, (rows, 1000, 2048), tiling)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 32])
+@pytest.mark.parametrize(
+    "tiling", [SkinnyTiling(64, 256, tma=True), SkinnyTiling(64, 128, split=4, tma=True), SkinnyTiling(64, 128, 2)]
+)
+def test_products_with_what_stands_between_them(rows: int, tiling: SkinnyTiling) -> None:
+    checks.check_gated(CUDA, BF16, (rows, 1000, 2048), tiling)
+    checks.check_gated(CUDA, F16, (rows, 3072, 1024), tiling)
+    checks.check_add_norm(CUDA, BF16, (rows, 1024, 2048), tiling)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize(("hidden", "inner"), [(1024, 2048), (576, 1536), (4096, 1024)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_of_products_through_the_backend(dtype: torch.dtype, hidden: int, inner: int, bias: bool) -> None:
+    """Own products and the library's, whichever serve that many rows."""
+    kernels = TritonKernels()
+    narrow = {"dtype": dtype, "device": CUDA}
+    up, up_bias = checks.randn(2 * inner, hidden, **narrow) * hidden**-0.5, checks.randn(2 * inner, **narrow)
+    down, down_bias = checks.randn(hidden, inner, **narrow) * inner**-0.5, checks.randn(hidden, **narrow)
+    norm_weight = checks.randn(hidden, **narrow)
+    gated = kernels.gated_linear(up, up_bias if bias else None)
+    for plain in (False, True):
+        add_norm = kernels.linear_add_norm(down, down_bias if bias else None, norm_weight, 1e-5, plain=plain)
+        for rows in (1, 32, 33, 300):
+            x, residual = checks.randn(rows, inner, **narrow), checks.randn(rows, hidden, **narrow)
+            total = residual.double() + x.double() @ down.double().T + (down_bias.double() if bias else 0.0)
+            normed, stream = add_norm(x, residual)
+            assert checks.relative_error(stream, total) < checks.tolerance(dtype)
+            expected = reference.rms_norm(total, norm_weight.double(), 1e-5)
+            if plain:
+                assert checks.relative_error(normed, expected) < checks.tolerance(dtype)
+            expected = reference.silu_and_mul(expected @ up.double().T + (up_bias.double() if bias else 0.0))
+            assert checks.relative_error(gated(normed), expected) < checks.tolerance(dtype)
 
 
 @pytest.mark.parametrize(("dtype", "vocab_size"), [(F32, 128256), (BF16, 151936), (F32, 49152)])

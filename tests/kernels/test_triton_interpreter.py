@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).resolve().parents[2]
-FAMILIES = ("decode", "prefill", "cascade", "between", "skinny", "sampling", "kv_pack")
+FAMILIES = ("decode", "prefill", "cascade", "between", "skinny", "fused", "sampling", "kv_pack")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -196,14 +196,55 @@ def check_skinny(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], tiling: SkinnyTiling | None
 ) -> None:
     rows, n, k = shape
-    linear = SkinnyLinear(randn(n, k, dtype=dtype, device=device), randn(n, dtype=dtype, device=device), tiling)
+    weight, bias = randn(n, k, dtype=dtype, device=device), randn(n, dtype=dtype, device=device)
     x = randn(rows, 2 * k, dtype=dtype, device=device)[:, :k]
-    residual = randn(rows, n, dtype=dtype, device=device)
-    assert linear.bias is not None
-    product = x.double() @ linear.weight.double().T + linear.bias.double()
-    for added, expected in ((None, product), (residual, product + residual.double()), (None, product)):
-        out = torch.full((rows, n), NAN, dtype=dtype, device=device)
-        assert relative_error(linear(x, added, out), expected) < tolerance(dtype)
+    for b in (None, bias):
+        linear = SkinnyLinear(weight, b, tiling)
+        expected = x.double() @ weight.double().T + (0.0 if b is None else b.double())
+        for _ in range(2):  # the second run finds the counters as the first left them
+            out = torch.full((rows, n), NAN, dtype=dtype, device=device)
+            assert relative_error(linear(x, out), expected) < tolerance(dtype)
+
+
+def check_gated(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], tiling: SkinnyTiling | None
+) -> None:
+    rows, n, k = shape
+    weight = randn(2 * n, k, dtype=dtype, device=device) * k**-0.5
+    bias = randn(2 * n, dtype=dtype, device=device)
+    x = randn(rows, 2 * k, dtype=dtype, device=device)[:, :k]
+    for b in (None, bias):
+        expected = reference.silu_and_mul(x.double() @ weight.double().T + (0.0 if b is None else b.double()))
+        linear = SkinnyLinear(weight, b, tiling, gated=True)
+        for _ in range(2):
+            out = torch.full((rows, n), NAN, dtype=dtype, device=device)
+            assert relative_error(linear(x, out), expected) < tolerance(dtype)
+
+
+def check_add_norm(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], tiling: SkinnyTiling | None
+) -> None:
+    """A product that leaves its norm to the next ones: a plain one with a bias, a gated one, and one more sum."""
+    rows, hidden, k = shape
+    x = randn(rows, 2 * k, dtype=dtype, device=device)[:, :k]
+    first, third = (randn(hidden, k, dtype=dtype, device=device) * k**-0.5 for _ in range(2))
+    second = randn(2 * k, hidden, dtype=dtype, device=device) * hidden**-0.5
+    bias, norm_weight = randn(2 * k, dtype=dtype, device=device), randn(hidden, dtype=dtype, device=device)
+    residual = randn(rows, hidden, dtype=dtype, device=device) * 7
+    total = (residual.double() + x.double() @ first.double().T).to(dtype)
+    normed = reference.rms_norm(total.double(), norm_weight.double(), 1e-5)
+    for _ in range(2):
+        stream = residual.clone()
+        deferred = SkinnyLinear(first, None, tiling).add_norm(x, stream, norm_weight, 1e-5)
+        assert relative_error(stream, total.double()) < tolerance(dtype)
+        plain = SkinnyLinear(second, bias, tiling)(deferred)
+        assert relative_error(plain, normed @ second.double().T + bias.double()) < tolerance(dtype)
+        gated = SkinnyLinear(second, None, tiling, gated=True)(deferred)
+        expected = reference.silu_and_mul(normed @ second.double().T)
+        assert relative_error(gated, expected) < tolerance(dtype)
+        deferred = SkinnyLinear(third, None, tiling).add_norm(gated, stream, norm_weight, 1e-5)
+        assert relative_error(stream, total.double() + expected @ third.double().T) < tolerance(dtype)
+        assert len(deferred) == rows
 
 
 def _drawn(x: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, position: int) -> int:
@@ -326,6 +367,13 @@ def _tiny(device: torch.device) -> dict[str, Callable[[], None]]:
         check_skinny(device, f16, (1, 40, 64), SkinnyTiling(16, 32, 2, tma=True))
         check_skinny(device, f32, (17, 33, 96), None)
 
+    def fused() -> None:
+        check_gated(device, f32, (5, 35, 128), SkinnyTiling(16, 32, 2))
+        check_gated(device, f16, (1, 40, 64), SkinnyTiling(16, 32, 2, tma=True))
+        check_gated(device, f32, (17, 33, 96), None)
+        check_add_norm(device, f32, (3, 192, 64), SkinnyTiling(16, 32, 2))
+        check_add_norm(device, f32, (17, 96, 64), SkinnyTiling(16, 32, tma=True))
+
     def sampling() -> None:
         check_sampling(device, f32, 1500, 64, seed=3)
         check_penalties(device)
@@ -341,12 +389,14 @@ def _tiny(device: torch.device) -> dict[str, Callable[[], None]]:
         check_prefill(device, bf16, [90, 33], [33, 33], (4, 2, 128), 16, 20, portable=False)
         check_cascade(device, bf16, (4, 2, 128), 64, (4, 7), portable=False)
         check_skinny(device, bf16, (3, 100, 512), SkinnyTiling(64, 256, tma=True, num_stages=4))
+        check_gated(device, bf16, (3, 100, 512), SkinnyTiling(64, 256, tma=True, num_stages=4))
+        check_add_norm(device, bf16, (3, 256, 512), SkinnyTiling(64, 256, tma=True, num_stages=4))
 
-    checks = (decode, prefill, cascade, between, skinny, sampling, kv_pack, hopper)
+    checks = (decode, prefill, cascade, between, skinny, fused, sampling, kv_pack, hopper)
     return {check.__name__: check for check in checks}
 
 
-FAMILIES = ("decode", "prefill", "cascade", "between", "skinny", "sampling", "kv_pack")
+FAMILIES = ("decode", "prefill", "cascade", "between", "skinny", "fused", "sampling", "kv_pack")
 
 if __name__ == "__main__":  # DEVICE FAMILY ...
     torch.manual_seed(0)
