@@ -48,6 +48,16 @@ class ScheduledBatch:
     def num_tokens(self) -> int:
         return sum(item.num_tokens for item in self.items)
 
+    def split(self) -> tuple[int, int, int]:
+        """Decodes, tokens of KV that these read, and tokens of the others."""
+        decodes = kv_tokens = 0
+        for item in self.items:
+            if item.num_tokens > 1:
+                break
+            decodes += 1
+            kv_tokens += item.start
+        return decodes, kv_tokens, self.num_tokens - decodes
+
 
 @dataclass(frozen=True, slots=True)
 class SampledBatch:

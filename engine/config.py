@@ -32,6 +32,9 @@ class EngineConfig:
     """Most requests in one step."""
     max_num_batched_tokens: int = 512
     """Token budget of a step: what decode leaves of it goes to prefill chunks."""
+    itl_budget_ms: float = 0.0
+    """While any request decodes, a step takes only so many prefill tokens that it is no longer than this, as far as is
+    known by then (engine.itl_budget); 0: no limit. A decode worker that has one offers to prefill prompts itself."""
     max_waiting_requests: int = 1024
     """More are refused as overloaded."""
     enable_prefix_caching: bool = True
@@ -60,6 +63,8 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1")
         if not 0 < self.max_peer_pool_fraction <= 1:
             raise ValueError(f"max_peer_pool_fraction={self.max_peer_pool_fraction} must be above 0 and at most 1")
+        if not 0 <= self.itl_budget_ms < float("inf"):
+            raise ValueError(f"itl_budget_ms={self.itl_budget_ms}: use milliseconds, or 0 for no limit")
         if self.host_kv_bytes < 0:
             raise ValueError(f"host_kv_bytes={self.host_kv_bytes} must be 0 (none) or more")
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting_requests", "layer_group_size"):

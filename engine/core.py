@@ -202,9 +202,12 @@ class EngineCore:
 
     def _take(self, batch: ScheduledBatch, sampled: SampledBatch, launched_s: float) -> None:
         now_s = self._clock()
+        # One launched ahead began when the one before it was over.
+        took_s = now_s - max(launched_s, self._last_result_s)
         if (costs := self.scheduler.offload.costs) is not None:
-            # One launched ahead began when the one before it was over.
-            costs.step_took(batch.num_tokens, now_s - max(launched_s, self._last_result_s))
+            costs.step_took(batch.num_tokens, took_s)
+        if self.scheduler.itl_budget is not None:
+            self.scheduler.itl_budget.step_took(*batch.split(), took_s)
         self._last_result_s = now_s
         for output in self.scheduler.update(batch, sampled, now_s):
             request = self.scheduler.holding.get(output.request_id)

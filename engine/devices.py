@@ -17,6 +17,11 @@ _GPU_SIZES = {"block_size": 64, "max_num_seqs": 1024, "max_num_batched_tokens": 
 """Attention reads whole blocks by one TMA copy, so large ones pay; a step must be large to fill the device."""
 
 
+_GPU_DECODE = {"itl_budget_ms": 15.0}
+"""A GPU that decodes waits for memory and has computing power to spare. On CPUs all workers of a host share the cores:
+what one would compute for the other, it takes from it."""
+
+
 def resolve_device(asked: str | None) -> str:
     """None and ``auto``: the first CUDA device, or the CPU where torch finds none."""
     if asked is not None and asked != "auto":
@@ -24,12 +29,14 @@ def resolve_device(asked: str | None) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def config_for_device(options: Mapping[str, Any]) -> EngineConfig:
-    """The configuration of those given fields, on the device that they ask for.
+def config_for_device(options: Mapping[str, Any], role: str = "") -> EngineConfig:
+    """The configuration of those given fields, on the device that they ask for. ``role``: prefill, decode, aggregated.
 
     Raises:
         ValueError: a field is wrong; the message names the remedy.
     """
     device = resolve_device(options.get("device"))
-    sizes = _GPU_SIZES if device.startswith("cuda") else {}
-    return EngineConfig(**{**sizes, **options, "device": device})
+    defaults: dict[str, Any] = {}
+    if device.startswith("cuda"):
+        defaults = {**_GPU_SIZES, **(_GPU_DECODE if role == "decode" else {})}
+    return EngineConfig(**{**defaults, **options, "device": device})

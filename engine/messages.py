@@ -201,6 +201,10 @@ class EngineStats(msgspec.Struct, omit_defaults=True):
     waiting_for_kv: int = 0
     holding_kv: int = 0
     queued_tokens: int = 0
+    shares_prefill: bool = False
+    """It has an ITL budget, and room in it now: it may compute prompts while prefill workers are busy."""
+    prefill_tokens_per_s: float = 0.0
+    """Within the ITL budget, beside what decodes now; 0: not known yet."""
     total_blocks: int = 0
     free_blocks: int = 0
     """Empty ones."""

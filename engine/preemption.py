@@ -16,15 +16,17 @@ from engine.config import EngineConfig
 from engine.request import Request
 
 
-def headroom(request: Request, running: Iterable[Request], config: EngineConfig) -> int:
-    """Blocks that must stay available when ``request`` comes back, for itself and ``running`` to grow into."""
+def headroom(request: Request, running: Iterable[Request], config: EngineConfig, step_tokens: int) -> int:
+    """Blocks that must stay available when ``request`` comes back, for itself and ``running`` to grow into.
+
+    ``step_tokens``: of those that are behind, in a step."""
     growing = [other for other in running if not other.sends_kv]
     if not growing:
         return 0
     behind = [max(0, other.num_tokens - other.num_computed_tokens - 1) for other in growing]
     to_compute = sum(behind) + request.num_tokens - request.num_host_tokens
     # A block's worth of tokens at least, else it would come and go with each token.
-    steps = max(config.block_size, -(-to_compute // max(1, config.max_num_batched_tokens - len(growing))) + 1)
+    steps = max(config.block_size, -(-to_compute // max(1, step_tokens)) + 1)
     own = _blocks(request, steps, config) - -(-request.num_tokens // config.block_size)
     return own + sum(max(0, _blocks(other, steps, config) - len(other.block_table)) for other in growing)
 

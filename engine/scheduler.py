@@ -33,6 +33,7 @@ from engine.block_tables import BlockTables
 from engine.config import EngineConfig
 from engine.finish import FinishRules
 from engine.inflight_prefixes import InflightPrefixes
+from engine.itl_budget import ItlBudget
 from engine.messages import EngineStats, FinishReason, RequestOutput, Timings, TokenLogprobs
 from engine.offload import HostMemory, Offload
 from engine.preemption import headroom, is_catching_up
@@ -67,10 +68,14 @@ class Scheduler:
         self.desk = TicketDesk(max_peer_blocks=max(1, int(num_blocks * config.max_peer_pool_fraction)))
         self.counters = EngineStats()
         self.offload = Offload(host_memory, self.counters)
+        budget_s = config.itl_budget_ms / 1e3
+        self.itl_budget = ItlBudget(budget_s, config.max_num_batched_tokens) if budget_s else None
         # Every running request gets a token in every step.
         self._seats = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._deadlines: list[tuple[float, str]] = []
         self._step = 0
+        self._prefill_tokens = config.max_num_batched_tokens
+        """That the step may have, beside its decodes."""
         self._stuck = False
         """The last schedule() found nothing that could run, and nothing happened since."""
         self._launched_step = 0
@@ -156,11 +161,14 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         items: list[ScheduledItem] = []
         prefills = []
+        kv_tokens = 0
         for request in list(self.running):
             if self._tokens_left(request) > 1:
                 prefills.append(request)
             elif request.status is RequestStatus.RUNNING and not self._awaits_last(request) and self._grow(request):
                 budget -= self._put(items, request, 1)
+                kv_tokens += request.num_computed_tokens
+        self._prefill_tokens = budget = self._within_itl_budget(budget, len(items), kv_tokens)
         for request in prefills:
             if budget and request.status is RequestStatus.RUNNING:
                 budget -= self._put(items, request, budget)
@@ -173,6 +181,12 @@ class Scheduler:
         items.sort(key=lambda item: item.num_tokens > 1)
         self._stuck = not items
         return ScheduledBatch(items, self._step, self.offload.take_copies())
+
+    def _within_itl_budget(self, budget: int, decodes: int, kv_tokens: int) -> int:
+        """What of the step's budget prefills may have. Decodes that are about to come count, too."""
+        if self.itl_budget is None or not (decodes or self.reservations.num_seats):
+            return budget
+        return min(budget, self.itl_budget.prefill_tokens(decodes, kv_tokens))
 
     def launched(self, batch: ScheduledBatch) -> None:
         """The batch is on its way: the next ``schedule()`` may come before its ``update()``."""
@@ -266,15 +280,16 @@ class Scheduler:
             return request.num_computed_tokens
         if self.preempted or any(map(is_catching_up, self.running)):
             return None
-        if len(self.running) + self.reservations.num_seats >= self._seats:
-            return None
-        if self.waiting and self.waiting.head().order < request.order:
+        # Those that wait to be computed here and came before keep their room; they need not have begun.
+        before = [waiting for waiting in self.waiting if waiting.order < request.order]
+        if len(self.running) + self.reservations.num_seats + len(before) >= self._seats:
             return None
         cached, lacking = self.blocks.match(request, request.num_tokens)
         if lacking and self.inflight.is_claimed(lacking[0]):
             return None
         num_blocks = self.blocks.blocks_for(request.num_tokens + 1)
-        if self.blocks.cost(cached, num_blocks) > self._room():
+        promised = sum(self.blocks.blocks_for(waiting.num_tokens + 1) for waiting in before)
+        if self.blocks.cost(cached, num_blocks) > self._room() - promised:
             return None
         self._take_blocks(request, cached, num_blocks)
         self.reservations.reserved[request.request_id] = request
@@ -362,7 +377,7 @@ class Scheduler:
         """Blocks that its admission may take."""
         if queue is self.preempted:
             return self.pool.num_available - max(
-                self.reservations.num_seats, headroom(request, self.running, self.config)
+                self.reservations.num_seats, headroom(request, self.running, self.config, self._prefill_tokens)
             )
         return self._room() - (self.desk.pledged_blocks if queue is self.waiting else 0)
 
@@ -470,6 +485,8 @@ class Scheduler:
             holding_kv=len(self.holding),
             # One token ahead is a decode, not a queue.
             queued_tokens=sum(tokens for tokens in not_computed if tokens > 1),
+            shares_prefill=self.itl_budget is not None and self.itl_budget.has_room and not self.preempted,
+            prefill_tokens_per_s=0.0 if self.itl_budget is None else self.itl_budget.tokens_per_s,
             total_blocks=self.pool.num_blocks,
             free_blocks=self.pool.num_free,
             cached_blocks=self.pool.num_cached,

@@ -53,6 +53,13 @@ def up(
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(help="Token budget of a step.  [default: 512; GPU: 8192]")
     ] = None,
+    itl_budget_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="Longest step of a worker that decodes; one with a budget helps busy prefill workers; 0: no limit.  "
+            "[default: 0; decode workers on a GPU: 15]"
+        ),
+    ] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + output.  [default: the model's]")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda (spread over the GPUs) or cuda:N.")] = "auto",
     gpu_memory_utilization: Annotated[

@@ -237,7 +237,7 @@ def frame_from_pb(message: worker_pb2.HandoffFrame) -> Frame:
 
 
 def build(process: EngineProcess, launch: EngineLaunch) -> Engine:
-    config = config_for_device(launch.engine_options)
+    config = config_for_device(launch.engine_options, launch.role)
     runner = build_runner(config)
     core = EngineCore(config, runner)
     ready = engine_ready(config, runner)

@@ -36,6 +36,8 @@ class EngineStatsLike(Protocol):
     waiting_for_kv: int
     holding_kv: int
     queued_tokens: int
+    shares_prefill: bool
+    prefill_tokens_per_s: float
     total_blocks: int
     free_blocks: int
     cached_blocks: int
@@ -74,6 +76,12 @@ _ENGINE_GAUGES = (
     ("pdserve_requests_waiting_for_kv", "waiting_for_kv", "Decode: requests whose KV has not arrived"),
     ("pdserve_requests_holding_kv", "holding_kv", "Prefill: computed requests whose hand-off has not ended"),
     ("pdserve_queued_tokens", "queued_tokens", "Prompt tokens not yet computed"),
+    ("pdserve_shares_prefill", "shares_prefill", "1: it may compute prompts while prefill workers are busy"),
+    (
+        "pdserve_shared_prefill_tokens_per_second",
+        "prefill_tokens_per_s",
+        "Prompt tokens that it computes within its ITL budget, beside what decodes; 0: not known yet",
+    ),
     ("pdserve_max_batch_requests", "max_batch_requests", "Most requests that one step ever ran"),
     ("pdserve_staging_bytes", "staging_bytes", "Staging in use"),
     ("pdserve_staging_limit_bytes", "staging_limit_bytes", "Staging that may be used"),

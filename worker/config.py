@@ -89,6 +89,13 @@ HostKvBytes = Annotated[
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and output together.")]
 MaxNumSeqs = Annotated[int | None, typer.Option(help="Most requests in one step.  [default: 64; GPU: 1024]")]
 MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Token budget of a step.  [default: 512; GPU: 8192]")]
+ItlBudgetMs = Annotated[
+    float | None,
+    typer.Option(
+        help="Steps that decode take prefill tokens only for so long; a decode worker that has a budget takes "
+        "prompts while prefill workers are busy; 0: no limit.  [default: 0; decode on a GPU: 15]"
+    ),
+]
 NumThreads = Annotated[int | None, typer.Option(help="Compute threads.")]
 Transfer = Annotated[
     str, typer.Option(help="auto | cuda_ipc, nccl (between GPUs) | shm (same host) | tcp | ucx: how KV moves.")

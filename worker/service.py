@@ -138,6 +138,8 @@ class WorkerService:
             queued_tokens=stats.queued_tokens,
             free_blocks=stats.free_blocks + stats.cached_blocks,
             total_blocks=stats.total_blocks,
+            shares_prefill=stats.shares_prefill and not self.draining,
+            prefill_tokens_per_s=stats.prefill_tokens_per_s,
         )
 
     @property

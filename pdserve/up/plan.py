@@ -72,7 +72,7 @@ def plan_cluster(settings: UpSettings, model: Path, redis_binary: Path | None, d
         worker(f"prefill-{i}", "prefill_service")
     role = "aggregated" if settings.aggregated else "decode"
     for i in range(settings.decode):
-        worker(f"{role}-{i}", "decode_service", "--role", role)
+        worker(f"{role}-{i}", "decode_service", "--role", role, *_optional("--itl-budget-ms", settings.itl_budget_ms))
     router_port = service(
         "router",
         "router",

@@ -39,6 +39,8 @@ class UpSettings:
     load_format: str | None = None
     max_num_batched_tokens: int | None = None
     """Of a step of each worker."""
+    itl_budget_ms: float | None = None
+    """Of the workers that decode. None: 15 for decode workers on a GPU, else 0 (no limit)."""
     max_model_len: int | None = None
     device: str = "auto"
     """auto | cpu | cuda (workers are spread over the GPUs) | cuda:N (all on that one)."""

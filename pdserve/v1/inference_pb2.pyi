@@ -671,6 +671,8 @@ class Load(_message.Message):
     FREE_BLOCKS_FIELD_NUMBER: _builtins.int
     TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
     POOL_TOKENS_FIELD_NUMBER: _builtins.int
+    SHARES_PREFILL_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     queued_tokens: _builtins.int
@@ -680,6 +682,10 @@ class Load(_message.Message):
     total_blocks: _builtins.int
     pool_tokens: _builtins.int
     """of the largest pool: prompt and output of one request must fit in it"""
+    shares_prefill: _builtins.bool
+    """a decode worker that may compute prompts now while prefill workers are busy"""
+    prefill_tokens_per_s: _builtins.float
+    """of such prompts, beside what it decodes now; 0: not known yet"""
     def __init__(
         self,
         *,
@@ -689,10 +695,12 @@ class Load(_message.Message):
         free_blocks: _builtins.int = ...,
         total_blocks: _builtins.int = ...,
         pool_tokens: _builtins.int = ...,
+        shares_prefill: _builtins.bool = ...,
+        prefill_tokens_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_blocks", b"free_blocks", "pool_tokens", b"pool_tokens", "queued_tokens", b"queued_tokens", "running", b"running", "total_blocks", b"total_blocks", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_blocks", b"free_blocks", "pool_tokens", b"pool_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_tokens", b"queued_tokens", "running", b"running", "shares_prefill", b"shares_prefill", "total_blocks", b"total_blocks", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -155,6 +155,7 @@ def make_core(
     enable_prefix_caching: bool = True,
     num_host_blocks: int = 0,
     host_bytes_per_s: float = 1e12,
+    itl_budget_ms: float = 0.0,
     clock: Callable[[], float] | None = None,
 ) -> EngineCore:
     config = EngineConfig(
@@ -165,6 +166,7 @@ def make_core(
         max_num_batched_tokens=max_num_batched_tokens,
         max_waiting_requests=max_waiting_requests,
         enable_prefix_caching=enable_prefix_caching,
+        itl_budget_ms=itl_budget_ms,
     )
     runner = FakeRunner(config, num_blocks=num_blocks, max_model_len=max_model_len)
     host = FakeHostMemory(runner.kv_cache, num_host_blocks, host_bytes_per_s) if num_host_blocks else None

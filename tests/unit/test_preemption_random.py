@@ -25,7 +25,8 @@ SHAPES = st.fixed_dictionaries(
     {
         "block_size": st.sampled_from([2, 4]),
         "max_num_seqs": st.integers(2, 6),
-        "max_num_batched_tokens": st.integers(2, 16),
+        "max_num_batched_tokens": st.one_of(st.integers(2, 16), st.just(64)),
+        "itl_budget_ms": st.sampled_from([0.0, 0.2]),
         "enable_prefix_caching": st.booleans(),
         "num_host_blocks": st.sampled_from([0, 3, 40]),
         "host_bytes_per_s": st.sampled_from([1e12, 1e-3]),  # copies cost nothing, or all there is

@@ -1,0 +1,139 @@
+"""How many prompt tokens a step may take beside decodes, so that it stays within a budget of time.
+
+Owns what is learned of the time that steps take; no clock, no queue, no request. The scheduler asks before each step
+that decodes and tells how long steps took; a step or two late will do.
+
+    seconds of a step = fixed + each decode + each token of KV that decodes read + each prompt token
+
+All four are 0 or more, and found by least squares over the steps so far, of which older ones count less. Steps with and
+without prompt tokens are remembered apart, so that a long time of decodes only does not wash out what the others cost.
+
+- Progress: MIN_TOKENS in any case, even where the decodes alone are over the budget, so nothing starves.
+- Bounds: it begins with MIN_TOKENS and never takes more than twice what it took of late: what was not measured, it does
+  not extrapolate. So it needs a few steps from nothing to the budget.
+- Outliers: a stall counts as SLOWER times what was expected, at most, once TRAINED_STEPS are known. What is much faster
+  than expected counts little, too, unless it happens AGAIN times in a row: then what was remembered was wrong.
+- It aims at AIM of the budget: times scatter, and the larger a step, the more a prompt token costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MIN_TOKENS = 32
+AIM = 0.85
+SLOWER = 1.5
+FASTER = 4.0
+AGAIN = 3
+TRAINED_STEPS = 8
+MEMORY_STEPS = 64
+"""After so many steps of its kind one counts a third."""
+FADE = 0.98
+"""What was tried long ago, and only less since, counts less with each step."""
+_KV_UNIT = 1024.0
+_SWEEPS = 2
+
+
+class StepTimes:
+    """The least squares: one row of sums for each kind of step, solved a little after each (coordinate descent)."""
+
+    def __init__(self) -> None:
+        self._weights = [0.0, 0.0, 0.0, 0.0]
+        self._sums = [_Sums(), _Sums()]
+        """Of steps without prompt tokens, and with some."""
+        self._fast = [0, 0]
+        """Steps in a row that were much faster than expected, of either kind."""
+
+    def seconds(self, decodes: int, kv_tokens: int, prefill_tokens: int) -> float:
+        fixed, decode, kv, prefill = self._weights
+        return fixed + decode * decodes + kv * kv_tokens / _KV_UNIT + prefill * prefill_tokens
+
+    @property
+    def s_per_prefill_token(self) -> float:
+        """0: none was seen."""
+        return self._weights[3]
+
+    def observe(self, decodes: int, kv_tokens: int, prefill_tokens: int, seconds: float) -> None:
+        kind = prefill_tokens > 0
+        expected_s = self.seconds(decodes, kv_tokens, prefill_tokens)
+        self._fast[kind] = self._fast[kind] + 1 if seconds < expected_s / FASTER else 0
+        if self._fast[kind] == AGAIN:
+            self._sums = [_Sums(), _Sums()]
+        sums = self._sums[kind]
+        if sums.steps >= TRAINED_STEPS:
+            seconds = min(max(seconds, expected_s / FASTER), expected_s * SLOWER)
+        sums.add((1.0, float(decodes), kv_tokens / _KV_UNIT, float(prefill_tokens)), seconds)
+        weights, (without, beside) = self._weights, self._sums
+        for _ in range(_SWEEPS):
+            for i in (3, 2, 1, 0):  # what is not told apart yet, prompt tokens cost: carefully
+                square = without.squares[i][i] + beside.squares[i][i]
+                if square > 0:
+                    pull = without.pull(i, weights) + beside.pull(i, weights)
+                    weights[i] = max(0.0, weights[i] + pull / square)
+
+
+class _Sums:
+    """Of one kind of steps."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.squares = [[0.0] * 4 for _ in range(4)]
+        self.products = [0.0] * 4
+
+    def add(self, row: Sequence[float], seconds: float) -> None:
+        self.steps += 1
+        keep = 1 - 1 / MEMORY_STEPS
+        for i, value in enumerate(row):
+            self.products[i] = self.products[i] * keep + value * seconds
+            squares = self.squares[i]
+            for j, other in enumerate(row):
+                squares[j] = squares[j] * keep + value * other
+
+    def pull(self, i: int, weights: Sequence[float]) -> float:
+        squares = self.squares[i]
+        return self.products[i] - sum(square * weight for square, weight in zip(squares, weights, strict=True))
+
+
+class ItlBudget:
+    def __init__(self, budget_s: float, max_tokens: int) -> None:
+        """``max_tokens``: of a step in any case."""
+        self._budget_s = budget_s
+        self._max_tokens = max_tokens
+        self._times = StepTimes()
+        self._tried = MIN_TOKENS / 2
+        self._last = (0, 0)
+        """Decodes and their KV in the last step."""
+
+    def prefill_tokens(self, decodes: int, kv_tokens: int) -> int:
+        """Most prompt tokens of a step beside so many decodes, which read so many tokens of KV."""
+        within = min(self._within(decodes, kv_tokens), 2 * self._tried)
+        return min(self._max_tokens, max(MIN_TOKENS, int(within)))
+
+    def step_took(self, decodes: int, kv_tokens: int, prefill_tokens: int, seconds: float) -> None:
+        """A step without decodes has no budget, and says nothing of those that have."""
+        self._last = (decodes, kv_tokens)
+        if not decodes or seconds <= 0:
+            return
+        if prefill_tokens:
+            self._tried = max(self._tried * FADE, float(prefill_tokens), MIN_TOKENS / 2)
+        self._times.observe(decodes, kv_tokens, prefill_tokens, seconds)
+
+    @property
+    def has_room(self) -> bool:
+        """Beside what decodes now, prompt tokens stay within the budget."""
+        return self._times.seconds(*self._last, MIN_TOKENS) <= self._budget_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Prompt tokens that it computes beside what decodes now; 0: that was not tried yet."""
+        within = self._within(*self._last)
+        if within > 2 * self._tried:
+            return 0.0
+        tokens = max(within, MIN_TOKENS)
+        return tokens / max(self._times.seconds(*self._last, int(tokens)), 1e-9)
+
+    def _within(self, decodes: int, kv_tokens: int) -> float:
+        """By what is known; as many as there can be, while that is nothing."""
+        left_s = AIM * self._budget_s - self._times.seconds(decodes, kv_tokens, 0)
+        s_per_token = self._times.s_per_prefill_token
+        return min(max(0.0, left_s / s_per_token), self._max_tokens) if s_per_token else self._max_tokens

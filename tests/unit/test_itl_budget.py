@@ -1,0 +1,164 @@
+"""The ITL budget against a simulated device: it makes progress, keeps its bounds, and finds what the budget allows."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.itl_budget import MIN_TOKENS, ItlBudget
+
+MAX_TOKENS = 4096
+LARGEST_KV = 262_144
+
+
+@dataclass(frozen=True)
+class Device:
+    """Weights are read once, computing is as long as the tokens are many, KV is read for each decode."""
+
+    read_weights_s: float
+    s_per_token: float
+    s_per_kv_token: float
+    launch_s: float
+
+    def step_s(self, decodes: int, kv_tokens: int, prefill_tokens: int) -> float:
+        computing_s = self.s_per_token * (decodes + prefill_tokens)
+        return self.launch_s * (prefill_tokens > 0) + max(self.read_weights_s, computing_s) + (
+            self.s_per_kv_token * kv_tokens
+        )  # fmt: skip
+
+    def most_tokens(self, budget_s: float, decodes: int, kv_tokens: int) -> int:
+        """What an oracle would take."""
+        fitting = [n for n in range(MAX_TOKENS + 1) if self.step_s(decodes, kv_tokens, n) <= budget_s]
+        return fitting[-1] if fitting else 0
+
+
+devices = st.builds(
+    Device,
+    read_weights_s=st.floats(0.5e-3, 10e-3),
+    s_per_token=st.floats(2e-6, 500e-6),
+    s_per_kv_token=st.floats(0, 40e-9),
+    launch_s=st.floats(0, 2e-3),
+)
+
+
+def run(
+    budget: ItlBudget, device: Device, rng: random.Random, steps: int, *, decodes: int, noise: float
+) -> list[float]:
+    """Prompts always wait; a few decodes come and go. The true seconds of each step."""
+    took = []
+    for _ in range(steps):
+        now = max(1, decodes + rng.randrange(-2, 3))
+        kv_tokens = min(LARGEST_KV, now * 2048 + rng.randrange(2048))
+        tokens = budget.prefill_tokens(now, kv_tokens)
+        if rng.random() < 0.1:
+            tokens = rng.randrange(1, tokens + 1)  # the end of a prompt
+        true_s = device.step_s(now, kv_tokens, tokens)
+        took.append(true_s)
+        measured_s = true_s * rng.uniform(1 - noise, 1 + noise)
+        if noise and rng.random() < 0.02:
+            measured_s += rng.choice((0.05, 0.5, 3.0))  # something stalled
+        budget.step_took(now, kv_tokens, tokens, measured_s)
+    return took
+
+
+@given(device=devices, seed=st.integers(0, 1000), decodes=st.integers(1, 100), budget_ms=st.floats(12, 100))
+@settings(max_examples=60, deadline=None)
+def test_it_finds_what_the_budget_allows(device: Device, seed: int, decodes: int, budget_ms: float) -> None:
+    budget_s = budget_ms / 1e3
+    budget, rng = ItlBudget(budget_s, MAX_TOKENS), random.Random(seed)
+    for _ in range(50):
+        budget.step_took(decodes, decodes * 2048, 0, device.step_s(decodes, decodes * 2048, 0))
+    run(budget, device, rng, 300, decodes=decodes, noise=0.05)
+    kv_tokens = min(LARGEST_KV, decodes * 2048)
+    best = device.most_tokens(budget_s, decodes, kv_tokens)
+    found = budget.prefill_tokens(decodes, kv_tokens)
+    if best >= MIN_TOKENS:
+        assert device.step_s(decodes, kv_tokens, found) <= 1.1 * budget_s
+    if device.step_s(decodes, kv_tokens, 0) < 0.6 * budget_s and best >= 4 * MIN_TOKENS:
+        # Room that is worth using is used.
+        assert found >= 0.3 * best
+        true_rate = found / device.step_s(decodes, kv_tokens, found)
+        assert budget.has_room
+        assert 0.6 * true_rate <= budget.tokens_per_s <= 1.7 * true_rate
+
+
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.integers(0, 1024),
+            st.integers(0, 10_000_000),
+            st.integers(0, 8192),
+            st.one_of(st.floats(0, 100), st.sampled_from([0.0, 1e-9, 1e6])),
+        ),
+        max_size=60,
+    ),
+    budget_ms=st.floats(0.01, 10_000),
+    max_tokens=st.integers(MIN_TOKENS, 8192),
+)
+@settings(max_examples=200, deadline=None)
+def test_whatever_was_measured_it_makes_progress_within_its_bounds(
+    steps: list[tuple[int, int, int, float]], budget_ms: float, max_tokens: int
+) -> None:
+    budget = ItlBudget(budget_ms / 1e3, max_tokens)
+    largest = MIN_TOKENS / 2
+    for decodes, kv_tokens, tokens, seconds in steps:
+        budget.step_took(decodes, kv_tokens, tokens, seconds)
+        largest = max(largest, tokens)
+        allowed = budget.prefill_tokens(decodes, kv_tokens)
+        assert MIN_TOKENS <= allowed <= max_tokens
+        assert allowed <= max(MIN_TOKENS, 2 * largest)
+        assert 0 <= budget.tokens_per_s < float("inf")
+
+
+def test_it_begins_small_and_doubles() -> None:
+    device = Device(4e-3, 20e-6, 15e-9, 0.0)
+    budget = ItlBudget(0.015, MAX_TOKENS)
+    taken = []
+    for _ in range(4):
+        assert budget.tokens_per_s == 0
+        taken.append(budget.prefill_tokens(8, 8000))
+        budget.step_took(8, 8000, taken[-1], device.step_s(8, 8000, taken[-1]))
+    assert taken == [MIN_TOKENS, 2 * MIN_TOKENS, 4 * MIN_TOKENS, 8 * MIN_TOKENS]
+
+
+def test_decodes_alone_over_the_budget_leave_no_room_but_progress() -> None:
+    device = Device(30e-3, 20e-6, 15e-9, 0.0)
+    budget = ItlBudget(0.015, MAX_TOKENS)
+    run(budget, device, random.Random(0), 50, decodes=4, noise=0)
+    assert not budget.has_room
+    assert budget.prefill_tokens(4, 8192) == MIN_TOKENS
+
+
+def test_a_stall_is_forgotten_soon() -> None:
+    device = Device(4e-3, 20e-6, 15e-9, 0.0)
+    budget = ItlBudget(0.015, MAX_TOKENS)
+    rng = random.Random(1)
+    run(budget, device, rng, 100, decodes=16, noise=0)
+    before = budget.prefill_tokens(16, 32_768)
+    budget.step_took(16, 32_768, before, 5.0)
+    assert budget.prefill_tokens(16, 32_768) >= 0.7 * before
+    run(budget, device, rng, 20, decodes=16, noise=0)
+    assert budget.prefill_tokens(16, 32_768) >= 0.9 * before
+
+
+def test_a_device_that_slows_down_is_followed() -> None:
+    budget, rng = ItlBudget(0.02, MAX_TOKENS), random.Random(2)
+    run(budget, Device(4e-3, 20e-6, 15e-9, 0.0), rng, 100, decodes=16, noise=0)
+    slow = Device(8e-3, 60e-6, 30e-9, 0.0)
+    run(budget, slow, rng, 60, decodes=16, noise=0)
+    took = sorted(run(budget, slow, rng, 40, decodes=16, noise=0))
+    assert took[-4] <= 0.022
+    assert took[-1] <= 0.025
+
+
+def test_a_first_step_that_compiles_is_forgotten() -> None:
+    device = Device(4e-3, 20e-6, 15e-9, 0.0)
+    budget, rng = ItlBudget(0.015, MAX_TOKENS), random.Random(3)
+    budget.step_took(16, 32_768, 0, 2.0)
+    budget.step_took(16, 32_768, MIN_TOKENS, 2.0)
+    run(budget, device, rng, 20, decodes=16, noise=0)
+    assert budget.has_room
+    assert budget.prefill_tokens(16, 32_768) >= 0.5 * device.most_tokens(0.015, 16, 32_768)

@@ -1,0 +1,149 @@
+"""The scheduler under an ITL budget: steps that decode are short, prompts get on, hand-offs do not wait for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.batch import SampledBatch, ScheduledBatch
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.itl_budget import MIN_TOKENS
+from tests.unit.fake_runner import FakeRunner, make_core, make_message, oracle
+from tests.unit.handoff_link import Clock, Link, receive_kv
+from tests.unit.leaks import assert_no_leak, check_books
+
+MAX_LEN = 2000
+
+
+class TimedRunner(FakeRunner):
+    """Each token takes a millisecond of the clock."""
+
+    clock: Clock
+
+    def run(self, batch: ScheduledBatch, on_layers: Callable[[int, int], None] | None = None) -> SampledBatch:
+        self.clock.now_s += 1e-3 * batch.num_tokens
+        return super().run(batch, on_layers)
+
+
+def timed_core(itl_budget_ms: float) -> EngineCore:
+    config = EngineConfig(
+        model="fake", block_size=4, hash_block_tokens=2, max_num_batched_tokens=256, itl_budget_ms=itl_budget_ms
+    )
+    clock = Clock()
+    runner = TimedRunner(config, num_blocks=1024, max_model_len=MAX_LEN)
+    runner.clock = clock
+    return EngineCore(config, runner, clock=clock)
+
+
+def chunks(core: EngineCore, request_id: str, others: bool) -> list[int]:
+    """Prompt tokens of each step that it had together with others, or alone."""
+    assert isinstance(core.runner, FakeRunner)
+    steps = [batch for batch in core.runner.batches if (len(batch) > 1) is others]
+    return [tokens for batch in steps for name, _, tokens in batch if name == request_id and tokens > 1]
+
+
+def run(core: EngineCore, max_steps: int = 2000) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {}
+    for _ in range(max_steps):
+        if not core.has_work():
+            return tokens
+        for output in core.step().outputs:
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        check_books(core)
+    raise AssertionError("it does not end")
+
+
+def test_a_step_that_decodes_stays_within_the_budget() -> None:
+    core = timed_core(itl_budget_ms=100)
+    messages = [make_message(name, [1, 2], 60, ignore_eos=True) for name in ("a", "b")]
+    messages.append(make_message("long", [n % 50 for n in range(1900)], 3, ignore_eos=True))
+    for message in messages:
+        core.add(message)
+    tokens = run(core)
+    for message in messages:
+        assert tokens[message.request_id] == oracle(message, MAX_LEN)[0]
+    beside = chunks(core, "long", others=True)[1:]  # in the first step nobody decodes
+    assert beside[0] <= 2 * MIN_TOKENS  # nothing is known yet
+    assert max(beside) <= 98
+    assert max(beside[8:]) >= 70
+    assert_no_leak(core)
+
+
+def test_without_decodes_a_step_takes_all_that_it_can() -> None:
+    core = timed_core(itl_budget_ms=20)
+    core.add(make_message("long", [n % 50 for n in range(1000)], 2, ignore_eos=True))
+    run(core)
+    assert chunks(core, "long", others=False)[:3] == [256, 256, 256]
+    assert_no_leak(core)
+
+
+def test_decodes_over_the_budget_starve_no_prompt() -> None:
+    core = timed_core(itl_budget_ms=0.5)
+    messages = [make_message(name, [1, 2], 60, ignore_eos=True) for name in ("a", "b")]
+    messages.append(make_message("long", [n % 50 for n in range(640)], 3, ignore_eos=True))
+    for message in messages:
+        core.add(message)
+        core.step()
+    assert not core.stats().shares_prefill
+    tokens = run(core)
+    for message in messages:
+        assert tokens[message.request_id]
+    assert set(chunks(core, "long", others=True)) <= {MIN_TOKENS, 640 % MIN_TOKENS}
+    assert_no_leak(core)
+
+
+def test_without_a_budget_nothing_is_limited_and_nothing_offered() -> None:
+    core = make_core(num_blocks=64, max_num_batched_tokens=128)
+    core.add(make_message("a", [1, 2], 8, ignore_eos=True))
+    core.step()
+    core.add(make_message("long", [n % 50 for n in range(60)], 2, ignore_eos=True))
+    core.step()
+    assert chunks(core, "long", others=True) == [60]
+    assert not core.stats().shares_prefill
+    run(core)
+    assert_no_leak(core)
+
+
+def test_it_says_how_fast_it_computes_prompts_beside_its_decodes() -> None:
+    core = timed_core(itl_budget_ms=100)
+    assert core.stats().shares_prefill
+    assert core.stats().prefill_tokens_per_s == 0  # not known yet
+    core.add(make_message("a", [1, 2], 60, ignore_eos=True))
+    core.step()
+    core.add(make_message("long", [n % 50 for n in range(1900)], 3, ignore_eos=True))
+    for _ in range(20):
+        core.step()
+    # A thousand a second, less what the decode takes.
+    assert 900 <= core.stats().prefill_tokens_per_s <= 1000
+    run(core)
+    assert_no_leak(core)
+
+
+def test_decodes_that_are_about_to_come_count() -> None:
+    core = make_core(num_blocks=64, max_num_batched_tokens=128, itl_budget_ms=40)
+    Link(make_core(), core)
+    core.add(make_message("coming", [1, 2, 3], 4, handoff=receive_kv()))
+    assert core.reserve_kv("coming") == 0
+    core.add(make_message("long", [n % 50 for n in range(60)], 2, ignore_eos=True))
+    core.step()
+    assert chunks(core, "long", others=False) == [MIN_TOKENS]
+    core.abort(["coming"], "client")
+    run(core)
+    assert_no_leak(core)
+
+
+def test_kv_may_come_while_prompts_that_came_before_wait_for_their_turn() -> None:
+    """As long as there is room for all of them: here, 16 blocks, of which the two prompts will need 4 each."""
+    core = make_core(num_blocks=16, max_num_batched_tokens=4)
+    Link(make_core(), core)
+    for name, first in (("running", 10), ("waiting", 30)):
+        core.add(make_message(name, range(first, first + 12), 2, ignore_eos=True))
+    core.step()
+    assert (core.stats().running, core.stats().waiting) == (1, 1)
+    for name in ("coming", "too much"):
+        core.add(make_message(name, [7 + len(name), *range(16)], 4, handoff=receive_kv()))
+    assert core.reserve_kv("coming") == 0
+    assert core.reserve_kv("too much") is None
+    core.abort(["coming", "too much"], "client")
+    run(core)
+    assert_no_leak(core)
