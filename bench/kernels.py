@@ -201,6 +201,39 @@ def bench_products(bench: Bench) -> None:
             bench.add(f"product M={rows} N={n} K={k}", ours, n * k * 2.0, peer="cuBLAS", peer_us=peer)
 
 
+def bench_fused_products(bench: Bench) -> None:
+    """With what stands between them, beside the library's product and that pass. 8192 rows: the library's with ours."""
+    kernels = TritonKernels()
+    for n, k in ((28672, 4096), (4096, 4096), (4096, 14336)):
+        weights = [torch.randn(n, k, device=CUDA, dtype=BF16) * 0.02 for _ in range(max(1, int(3e8 // (n * k * 2))))]
+        norm_weight = torch.randn(n, device=CUDA, dtype=BF16)
+        for rows in (1, 16, 32, 128, 8192):
+            x = torch.randn(rows, k, device=CUDA, dtype=BF16)
+            residual = torch.randn(rows, n, device=CUDA, dtype=BF16)
+            ours: list[Call]
+            peers: list[Call]
+            if n == 28672:
+                name = "SwiGLU"
+                ours = [partial(kernels.gated_linear(w, None), x) for w in weights]
+                peers = [partial(lambda w, x: elementwise.silu_and_mul(F.linear(x, w)), w, x) for w in weights]
+            else:
+                name = "sum + norm"
+                ours = [
+                    partial(kernels.linear_add_norm(w, None, norm_weight, 1e-5, plain=False), x, residual)
+                    for w in weights
+                ]
+                peers = [
+                    partial(
+                        lambda w, x, r, g: elementwise.fused_add_rms_norm(F.linear(x, w), r, g, 1e-5),
+                        w, x, residual, norm_weight,
+                    )
+                    for w in weights
+                ]  # fmt: skip
+            work = f"product + {name} M={rows} N={n} K={k}"
+            peer_us = median_us(peers)
+            bench.add(work, median_us(ours), n * k * 2.0, 2.0 * rows * n * k, f"cuBLAS, {name}", peer_us)
+
+
 def bench_between(bench: Bench) -> None:
     for tokens in (1, 256, 8192):
         x, residual = (torch.randn(tokens, 4096, device=CUDA, dtype=BF16) for _ in range(2))
@@ -255,6 +288,7 @@ def bench_kv_pack(bench: Bench) -> None:
 
 SECTIONS = {
     "decode": bench_decode, "prefill": bench_prefill, "cascade": bench_cascade, "products": bench_products,
+    "fused": bench_fused_products,
     "between": bench_between, "sampling": bench_sampling, "kv_pack": bench_kv_pack,
 }  # fmt: skip
 

@@ -107,16 +107,17 @@ class TritonKernels:
             return self.fused_add_rms_norm(residual, None, norm_weight, eps)
 
         skinny = _skinny(weight, bias)
-        # A norm can wait for the next product only if that is our own, too; float16 might not hold what is not normed.
-        if skinny is None or weight.dtype != torch.bfloat16 or weight.shape[0] % _SKINNY_BLOCK_K:
+        if skinny is None:
             return many
+        # A norm can wait for a product that is our own, too; float16 might not hold what is not normed yet.
+        defers = not plain and weight.dtype == torch.bfloat16 and weight.shape[0] % _SKINNY_BLOCK_K == 0
 
         def run(x: torch.Tensor, residual: torch.Tensor) -> tuple[Normed, torch.Tensor]:
             if len(x) > _SKINNY_ROWS:
                 return many(x, residual)
-            if plain:
-                return self.fused_add_rms_norm(skinny(x), residual, norm_weight, eps)
-            return skinny.add_norm(x, residual, norm_weight, eps), residual
+            if defers:
+                return skinny.add_norm(x, residual, norm_weight, eps), residual
+            return self.fused_add_rms_norm(skinny(x), residual, norm_weight, eps)
 
         return run
 
