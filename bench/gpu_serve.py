@@ -2,13 +2,16 @@
 
     python -m bench.gpu_serve --gpus 1 --loads poisson:2048:256:4,poisson:2048:256:8 --output out.json
     python -m bench.gpu_serve --gpus 2 --loads poisson:2048:256:16,mooncake:FILE:1.0,azure:FILE:0.3 --output out.json
+    python -m bench.gpu_serve --gpus 2 --share 0.5,0.8,1.0 --loads mooncake:FILE,azure:FILE --output out.json
 
 Every cluster is started by ``pdserve up`` with random weights of the true shape and measured by ``bench.serve`` through
 the gateway. ``--gpus``: aggregated, a worker on each; apart, one prefill and one decode worker, on one GPU (each with
 half of its memory) or on two. Loads: Poisson arrivals (input, output tokens, requests/s), or a trace and its time
-stretch; each for ``--seconds``. Two goodputs, as shares of the requests sent: within (TTFT 2 s, own p99 ITL 25 ms) and
-within (TTFT 0.25 s, TPOT 0.1 s). ``apart-mps`` is apart on one GPU with NVIDIA's MPS, and
-``@2048`` after a cluster's name the token budget of its workers' steps (8192).
+stretch; each for ``--seconds``. A trace without a stretch is sent at each ``--share`` of the capacity, that is the rate
+at which the aggregated cluster completes its requests when they come all at once; so every cluster gets the same. Two
+goodputs, as shares of the requests sent: within (TTFT 2 s, own p99 ITL 25 ms) and within (TTFT 0.25 s, TPOT 0.1 s).
+``apart-mps`` is apart on one GPU with NVIDIA's MPS, and ``@2048`` after a cluster's name the token budget of its
+workers' steps (8192).
 """
 
 from __future__ import annotations
@@ -21,54 +24,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from bench.apart import phases
+from bench.gpu_loads import Load, Trace, capacity, parse
 from bench.local_serve import local_cluster
 from bench.random_models import SHAPES, write_model
-from bench.serve.traces import read_azure, read_mooncake
 
-_MAX_INPUT_TOKENS = 32_768
 _MAX_MODEL_LEN = 36_000
 _TIMEOUT_S = 400.0
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Something that ``bench.serve`` sends."""
-
-    name: str
-    flags: tuple[str, ...]
-
-    @classmethod
-    def parse(cls, text: str, seconds: float) -> Load:
-        """``poisson:INPUT:OUTPUT:RATE``, ``mooncake:FILE:STRETCH`` or ``azure:FILE:STRETCH``. Raises ValueError."""
-        match text.split(":"):
-            case ["poisson", input_len, output_len, rate]:
-                count = max(1, round(float(rate) * seconds))
-                flags = ("--random-input-len", input_len, "--random-output-len", output_len, "--request-rate", rate)
-                return cls(f"{input_len} -> {output_len}, {rate}/s", ("--num-prompts", str(count), *flags))
-            case ["mooncake" | "azure" as kind, file, stretch]:
-                entries = (read_mooncake if kind == "mooncake" else read_azure)(Path(file))
-                fitting = sorted(e.arrival_s for e in entries if e.input_tokens <= _MAX_INPUT_TOKENS)
-                count = sum(1 for moment in fitting if (moment - fitting[0]) * float(stretch) < seconds)
-                flags = (
-                    "--dataset-path",
-                    file,
-                    "--time-stretch",
-                    stretch,
-                    "--max-input-tokens",
-                    f"{_MAX_INPUT_TOKENS}",
-                )
-                return cls(
-                    f"{kind} x{stretch}, {count / seconds:.1f}/s",
-                    ("--dataset-name", kind, "--num-prompts", str(count), *flags),
-                )
-        raise ValueError(f"load {text!r}: use poisson:INPUT:OUTPUT:RATE, mooncake:FILE:STRETCH or azure:FILE:STRETCH")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +106,19 @@ class Row:
         return f"| {' | '.join(cells)} |"
 
 
+@dataclass(slots=True)
+class Measured:
+    """What the JSON holds."""
+
+    model: str
+    gpus: int
+    up_flags: str
+    ready_s: dict[str, float] = field(default_factory=dict)
+    capacity: dict[str, float] = field(default_factory=dict)
+    """Requests/s by the trace's file."""
+    rows: list[Row] = field(default_factory=list)
+
+
 COLUMNS = [
     "cluster", "load", "done", "done/s", "TTFT p50 / p99", "TPOT p50 / p99", "ITL p50 / p99", "TTFT 2 s, ITL 25 ms",
     "TTFT 0.25 s, TPOT 0.1 s", "exposed transfer",
@@ -161,7 +142,11 @@ def serve(url: str, flags: tuple[str, ...], seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "bench.serve", "--base-url", url, *flags, "--seed", str(seed), "--ignore-eos"]
         command += ["--save-detailed", "--result-dir", folder, "--result-filename", "result.json"]
-        subprocess.run(command, check=True, timeout=_TIMEOUT_S, stdout=subprocess.DEVNULL)
+        done = subprocess.run(command, check=False, timeout=_TIMEOUT_S, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(
+                f"{' '.join(command)} exited with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}"
+            )
         result: dict[str, Any] = json.loads((Path(folder) / "result.json").read_text())
         return result
 
@@ -172,13 +157,18 @@ def main(
     model: Annotated[str, typer.Option(help=" or ".join(SHAPES))] = "llama-3.1-8b",
     gpus: Annotated[int, typer.Option(help="1 or 2.")] = 1,
     seconds: Annotated[float, typer.Option(help="Of each load.")] = 20.0,
+    share: Annotated[str, typer.Option(help="Of the capacity, for traces without a stretch.")] = "0.5,0.8,1.0",
     only: Annotated[str, typer.Option(help="Of aggregated, apart, apart-mps; each also @TOKENS.")] = "aggregated,apart",
     up_flags: Annotated[str, typer.Option(help="More flags of `pdserve up` for all clusters.")] = "",
 ) -> None:
     """Aggregated workers against prefill and decode apart."""
-    chosen_loads = [Load.parse(text, seconds) for text in loads.split(",")]
-    rows: list[Row] = []
-    started: dict[str, float] = {}
+    try:
+        chosen = [parse(text, seconds) for text in loads.split(",")]
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    if any(isinstance(each, Trace) for each in chosen) and not only.startswith("aggregated"):
+        raise typer.BadParameter("shares are of what the aggregated cluster carries: begin --only with aggregated")
+    measured = Measured(model, gpus, up_flags)
     with tempfile.TemporaryDirectory() as folder:
         directory = write_model(model, Path(folder) / model, with_tokenizer=True)
         more = ["--model", directory, "--load-format", "dummy", "--max-model-len", str(_MAX_MODEL_LEN)]
@@ -186,17 +176,35 @@ def main(
         for name, flags in clusters(gpus, only.split(","), [*more, *up_flags.split()]).items():
             begin_s = time.monotonic()
             with mps() if name.startswith("apart-mps") else contextlib.nullcontext(), local_cluster(flags) as url:
-                started[name] = time.monotonic() - begin_s
+                measured.ready_s[name] = time.monotonic() - begin_s
                 warm_up(url)
-                for number, load in enumerate(chosen_loads):
+                shares = [float(part) for part in share.split(",")]
+                for number, load in enumerate(resolve(chosen, shares, seconds, url, measured)):
                     before = phases(url)["transfer"]
                     result = serve(url, load.flags, seed=10 + number)
                     after = phases(url)["transfer"]
                     exposed_s = (after[0] - before[0]) / max(1.0, after[1] - before[1])
-                    rows.append(Row.of(name, load.name, result, 1e3 * exposed_s))
-                    print(rows[-1], flush=True)
-                    write(output, model, gpus, up_flags, started, rows)
-    print(f"ready after: {', '.join(f'{name} {value:.1f} s' for name, value in started.items())}")
+                    measured.rows.append(Row.of(name, load.name, result, 1e3 * exposed_s))
+                    print(measured.rows[-1], flush=True)
+                    output.write_text(json.dumps(asdict(measured), indent=1))  # an interrupted run leaves what it has
+    started = measured.ready_s.items()
+    print(f"ready after: {', '.join(f'{name} {value:.1f} s' for name, value in started)}")
+
+
+def resolve(
+    chosen: list[Load | Trace], shares: list[float], seconds: float, url: str, measured: Measured
+) -> Iterator[Load]:
+    """Traces become loads at each share of their capacity, which the first cluster shows."""
+    for each in chosen:
+        if isinstance(each, Load):
+            yield each
+            continue
+        name = Path(each.file).name
+        if name not in measured.capacity:
+            measured.capacity[name] = capacity(serve(url, each.burst(measured.gpus).flags, seed=5))
+            print(f"capacity of {name}: {measured.capacity[name]:.2f}/s", file=sys.stderr, flush=True)
+        for share in shares:
+            yield each.at_share(share, measured.capacity[name], seconds)
 
 
 @contextlib.contextmanager
@@ -221,18 +229,6 @@ def warm_up(url: str) -> None:
     for count, length, output_len in ((16, 700, 32), (12, 2048, 32), (2, 20_000, 8)):
         flags = ("--num-prompts", str(count), "--random-input-len", str(length), "--random-output-len", str(output_len))
         serve(url, (*flags, "--random-range-ratio", "0.3" if length != 2048 else "0"), seed=count)
-
-
-def write(output: Path, model: str, gpus: int, up_flags: str, started: dict[str, float], rows: list[Row]) -> None:
-    """After each row, so that an interrupted run leaves what it has."""
-    content = {
-        "model": model,
-        "gpus": gpus,
-        "up_flags": up_flags,
-        "ready_s": started,
-        "rows": [asdict(row) for row in rows],
-    }
-    output.write_text(json.dumps(content, indent=1))
 
 
 if __name__ == "__main__":

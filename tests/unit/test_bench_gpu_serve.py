@@ -6,22 +6,54 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu_serve import Load, Row, clusters
+from bench.gpu_loads import Load, Trace, capacity, parse
+from bench.gpu_serve import Row, clusters
+
+
+def write_azure(path: Path, seconds: list[int]) -> str:
+    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
+    lines += [f"2023-11-16 18:00:{second:02},100,5" for second in seconds]
+    lines += ["2023-11-16 18:00:01,40000,5"]  # does not fit
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def flag(load: Load, name: str) -> float:
+    return float(load.flags[load.flags.index(name) + 1])
 
 
 def test_loads(tmp_path: Path) -> None:
-    poisson = Load.parse("poisson:2048:256:4", seconds=20)
+    poisson = parse("poisson:2048:256:4", seconds=20)
+    assert isinstance(poisson, Load)
     assert poisson.flags[:2] == ("--num-prompts", "80")
-    trace = tmp_path / "azure.csv"
-    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
-    lines += [f"2023-11-16 18:00:{second:02},100,5" for second in range(0, 50, 10)]
-    lines += ["2023-11-16 18:00:01,40000,5"]
-    trace.write_text("\n".join(lines))
-    azure = Load.parse(f"azure:{trace}:0.5", seconds=12)
+    azure = parse(f"azure:{write_azure(tmp_path / 'azure.csv', [0, 10, 20, 30, 40])}:0.5", seconds=12)
     # Those that come within 24 s of the trace, but not the one that is too long.
+    assert isinstance(azure, Load)
     assert azure.flags[:4] == ("--dataset-name", "azure", "--num-prompts", "3")
     with pytest.raises(ValueError, match="use poisson:INPUT:OUTPUT:RATE"):
-        Load.parse("burst:4", seconds=1)
+        parse("burst:4", seconds=1)
+
+
+def test_a_trace_at_a_share_of_the_capacity(tmp_path: Path) -> None:
+    trace = parse(f"azure:{write_azure(tmp_path / 'azure.csv', list(range(0, 60, 2)))}", seconds=10)
+    assert isinstance(trace, Trace)
+    load = trace.at_share(0.5, capacity=4.0, seconds=10)
+    # 2/s for 10 s: the first 20, which took 40 s when they were recorded.
+    assert (flag(load, "--num-prompts"), flag(load, "--time-stretch")) == (20, 0.25)
+    assert load.name == "azure at 50%, 2.0/s"
+    with pytest.raises(ValueError, match="has 30 requests"):
+        trace.at_share(1.0, capacity=4.0, seconds=10)
+    burst = trace.burst(gpus=1)
+    assert (flag(burst, "--num-prompts"), flag(burst, "--time-stretch") < 1e-3) == (30, True)
+
+
+def test_capacity_is_the_rate_in_the_middle_of_a_burst() -> None:
+    # The first after 3 s, then 4/s; the last one's output is long.
+    ends_s = [3 + 0.25 * i for i in range(99)] + [90.0]
+    requests = [{"outcome": "ok", "last_s": end_s} for end_s in ends_s]
+    assert capacity({"requests": requests}) == pytest.approx(4.0)
+    with pytest.raises(ValueError, match="100 requests 50 were answered"):
+        capacity({"requests": requests[:50] + [{"outcome": "refused", "last_s": 0.0}] * 50})
 
 
 def test_shares_count_requests_that_were_not_answered() -> None:
