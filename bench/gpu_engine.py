@@ -4,9 +4,8 @@
 
 Random weights of the true shape, greedy unless said, output lengths fixed. Every prompt is new, so nothing is cached
 unless it says so. A decode row is (time of n + 1 tokens - time of one token) / n, where both
-runs find the prompts' KV in the prefix cache, so that prefill weighs little in either. Peers' figures are constants
-here; they were taken on an H200 (driver 580, CUDA 13.0, torch 2.11) with vLLM 0.26 and FlashAttention 3. Limit: the
-larger of bytes / 4.27 TB/s and flops / 700 TFLOP/s.
+runs find the prompts' KV in the prefix cache, so that prefill weighs little in either. vLLM's figures, limits and
+targets are in ``goals``.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.goals import BURST, DECODE, NO_GOAL, PREFILL, PREFIX, SAMPLED_BURST, START, Goal, is_met
 from bench.gpu_trace import trace_gaps
 from bench.random_models import SHAPES, write_model
 from engine.config import EngineConfig
@@ -31,76 +31,27 @@ from engine.core import EngineCore
 from engine.gpu_runner import GpuRunner
 from engine.messages import AddRequest, SamplingParams
 
-Peer = tuple[float, float | None, float]
-"""vLLM, limit, target."""
-
-# (requests, prompt tokens) -> ms
-PREFILL: dict[str, dict[tuple[int, int], Peer]] = {
-    "llama-3.1-8b": {
-        (1, 512): (17.6, 10.3, 13),
-        (1, 2048): (53.7, 42.4, 48),
-        (1, 8192): (216.7, 188, 205),
-        (16, 2048): (782, 679, 740),
-        (4, 32768): (4833, 4220, 4700),
-    },
-    "qwen3-0.6b": {
-        (1, 512): (12.1, None, 6),
-        (1, 2048): (25.2, None, 10),
-        (1, 8192): (39.0, None, 30),
-        (16, 2048): (113.7, None, 95),
-        (4, 32768): (1129, None, 1000),
-    },
-}
-# (requests, context, shared) -> ms a token
-DECODE: dict[str, dict[tuple[int, int, int], Peer]] = {
-    "llama-3.1-8b": {
-        (1, 1024, 0): (5.006, 3.55, 4.1),
-        (8, 1024, 0): (5.268, 3.78, 4.4),
-        (32, 1024, 0): (6.138, 4.59, 5.4),
-        (128, 1024, 0): (10.483, 7.79, 9.2),
-        (256, 1024, 0): (17.680, 12.07, 14.2),
-        (16, 16384, 0): (13.558, 11.58, 12.8),
-        (4, 32000, 0): (8.586, 7.45, 8.2),
-        (128, 8256, 8192): (26.706, 4.9, 7.5),
-    },
-    "qwen3-0.6b": {
-        (1, 1024, 0): (1.900, 0.31, 1.0),
-        (8, 1024, 0): (3.378, 0.5, 1.3),
-        (32, 1024, 0): (4.240, 1.2, 2.0),
-        (128, 1024, 0): (7.734, 4.0, 5.2),
-        (256, 1024, 0): (13.408, 7.8, 9.5),
-        (16, 16384, 0): (9.196, 7.3, 8.2),
-        (4, 32000, 0): (5.088, 3.7, 4.4),
-        (128, 8256, 8192): (21.217, 1.1, 4.0),
-    },
-}
-# Output tokens a second of 1000 requests of 512 -> 128 tokens at once.
-BURST: dict[str, Peer] = {"llama-3.1-8b": (6810, None, 8500), "qwen3-0.6b": (16679, None, 28000)}
-SAMPLED_BURST: dict[str, Peer] = {"llama-3.1-8b": (4762, None, 8245)}
-# Requests a second of 128 x (2048 -> 128), by percent of the prompt in the prefix cache.
-PREFIX: dict[int, Peer] = {0: (15.7, None, 17), 25: (19.5, None, 21.5), 50: (25.8, None, 29), 75: (39.2, None, 46)}
-
 
 @dataclass(frozen=True, slots=True)
 class Row:
     work: str
     unit: str
     ours: float
-    peer: Peer | None = None
+    goal: Goal = NO_GOAL
     runs: list[float] = field(default_factory=list)
 
     def __str__(self) -> str:
-        vllm, limit, target = self.peer or (float("nan"), None, float("nan"))
-        met = "" if self.peer is None else ("met" if (self.ours <= target) == (self.unit == "ms") else "MISSED")
-        limit_text = "-" if limit is None else f"{limit:g}"
-        return f"{self.work:<44}{self.ours:>10.3f} {self.unit:<8}{vllm:>10g}{limit_text:>9}{target:>9g}  {met}"
+        cells = ["-" if value is None else f"{value:g}" for value in self.goal]
+        met = {None: "", True: "met", False: "MISSED"}[is_met(self.unit, self.ours, self.goal.target)]
+        return f"{self.work:<44}{self.ours:>10.3f} {self.unit:<8}{cells[0]:>10}{cells[1]:>9}{cells[2]:>9}  {met}"
 
 
 class Bench:
     """One model's engine and what was measured with it."""
 
-    def __init__(self, model: str, **options: object) -> None:
+    def __init__(self, model: str, output: Path, **options: object) -> None:
         self.model = model
+        self._output = output
         self.rows: list[Row] = []
         self._vocab = SHAPES[model]["vocab_size"]
         self._rng = np.random.default_rng(1)
@@ -114,13 +65,15 @@ class Bench:
             config = EngineConfig(**settings)  # type: ignore[arg-type]
             started_s = time.monotonic()
             self.runner = GpuRunner(config)
-            self.add("start (weights made, not read)", "s", [time.monotonic() - started_s])
+            self.add("start (weights made, not read)", "s", [time.monotonic() - started_s], START)
         self.config = config
 
-    def add(self, work: str, unit: str, runs: Sequence[float], peer: Peer | None = None) -> None:
-        row = Row(f"{self.model} {work}", unit, float(np.median(runs)), peer, list(runs))
+    def add(self, work: str, unit: str, runs: Sequence[float], goal: Goal = NO_GOAL) -> None:
+        row = Row(f"{self.model} {work}", unit, float(np.median(runs)), goal, list(runs))
         self.rows.append(row)
         print(row, flush=True)
+        # After each row: an interrupted run leaves what it has.
+        self._output.write_text(json.dumps([asdict(row) for row in self.rows], indent=1))
 
     def core(self) -> EngineCore:
         """With an empty prefix cache."""
@@ -152,16 +105,16 @@ class Bench:
         assert count == len(prompts) * max_tokens
         return elapsed_s
 
-    def prefill(self, work: dict[tuple[int, int], Peer]) -> None:
-        for (requests, length), peer in work.items():
+    def prefill(self, work: dict[tuple[int, int], Goal]) -> None:
+        for (requests, length), goal in work.items():
             repeats = 7 if length * requests <= 8192 else (3 if length * requests < 100_000 else 1)
             core = self.core()
             self.run(core, [self.prompt(length) for _ in range(min(requests, 2))], 1)
             runs = [1e3 * self.run(core, [self.prompt(length) for _ in range(requests)], 1) for _ in range(repeats)]
-            self.add(f"prefill {requests} x {length}", "ms", runs, peer)
+            self.add(f"prefill {requests} x {length}", "ms", runs, goal)
 
-    def decode(self, work: dict[tuple[int, int, int], Peer], num_tokens: int = 64) -> None:
-        for (requests, context, shared), peer in work.items():
+    def decode(self, work: dict[tuple[int, int, int], Goal], num_tokens: int = 64) -> None:
+        for (requests, context, shared), goal in work.items():
             core = self.core()
             prefix = self.prompt(shared)
             prompts = [prefix + self.prompt(context - shared) for _ in range(requests)]
@@ -172,20 +125,20 @@ class Bench:
                 one_s = self.run(core, prompts, 1)
                 runs.append(1e3 * (self.run(core, prompts, num_tokens + 1) - one_s) / num_tokens)
             what = f"decode b={requests} ctx {context}" + (f" ({shared} shared)" if shared else "")
-            self.add(what, "ms", runs, peer)
+            self.add(what, "ms", runs, goal)
 
     def burst(self, requests: int = 1000) -> None:
         sampled = {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
-        for what, peer, sampling in (
-            ("greedy", BURST[self.model], {}), ("t 0.8, p 0.95, k 50", SAMPLED_BURST.get(self.model), sampled),
+        for what, goal, sampling in (
+            ("greedy", BURST[self.model], {}), ("t 0.8, p 0.95, k 50", SAMPLED_BURST.get(self.model, NO_GOAL), sampled),
         ):  # fmt: skip
             core = self.core()
             elapsed_s = self.run(core, [self.prompt(512) for _ in range(requests)], 128, **sampling)
-            self.add(f"{requests} x (512 -> 128), {what}", "tok/s", [requests * 128 / elapsed_s], peer)
+            self.add(f"{requests} x (512 -> 128), {what}", "tok/s", [requests * 128 / elapsed_s], goal)
 
     def prefix(self, requests: int = 128) -> None:
         """Each prompt's head is in the prefix cache: its own, or one that all have."""
-        for (percent, peer), heads in itertools.product(PREFIX.items(), (requests, 1)):
+        for (percent, goal), heads in itertools.product(PREFIX.items(), (requests, 1)):
             if not percent and heads == 1:
                 continue
             core = self.core()
@@ -194,7 +147,7 @@ class Bench:
                 self.run(core, cached, 1)
             prompts = [cached[i % heads] + self.prompt(2048 - len(cached[0])) for i in range(requests)]
             elapsed_s = self.run(core, prompts, 128)
-            given = peer if self.model == "llama-3.1-8b" else None
+            given = goal if self.model == "llama-3.1-8b" else NO_GOAL
             what = f"{percent} % cached" + (", one prefix" if heads == 1 else "")
             self.add(f"{requests} x (2048 -> 128), {what}", "req/s", [requests / elapsed_s], given)
 
@@ -223,7 +176,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=INT", help="fields of EngineConfig")
     args = parser.parse_args()
     options = {name: int(value) for name, value in (pair.split("=") for pair in args.set)}
-    bench = Bench(args.model, **options)
+    bench = Bench(args.model, args.output, **options)
     print(f"{'work':<44}{'ours':>10} {'':<8}{'vLLM':>10}{'limit':>9}{'target':>9}")
     chosen = args.only.split(",")
     if "prefill" in chosen:
@@ -231,7 +184,7 @@ def main() -> None:
     if "decode" in chosen:
         rows = DECODE[args.model]
         wanted = {int(requests) for requests in args.requests.split(",")} if args.requests else {row[0] for row in rows}
-        bench.decode({row: peer for row, peer in rows.items() if row[0] in wanted})
+        bench.decode({row: goal for row, goal in rows.items() if row[0] in wanted})
     if "burst" in chosen:
         bench.burst()
     if "prefix" in chosen:
@@ -240,7 +193,6 @@ def main() -> None:
         bench.trace(args.trace_requests, 1024)
     if "trace-prefill" in chosen:
         bench.trace_prefill()
-    args.output.write_text(json.dumps([asdict(row) for row in bench.rows], indent=1))
     print("\n".join(str(row) for row in bench.rows))
 
 

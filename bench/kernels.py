@@ -4,7 +4,7 @@
 
 ``--check`` runs the GPU tests first (all kernels against float64). Times are medians of CUDA graph replays (see
 ``kernel_timing``); inputs are random; what would fit into the L2 cache rotates over several buffers. The short table
-comes last; figures of peers are constants here, with their source, and were taken on an H200.
+comes last; FlashInfer's figures and the targets are in ``goals``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench.goals import (
+    DECODE_BYTES_PER_US,
+    FLASHINFER_CASCADE,
+    FLASHINFER_DECODE,
+    TARGET_CASCADE,
+    TARGET_DECODE,
+)
 from bench.kernel_timing import Call, median_us
 from engine.kernels import elementwise
 from engine.kernels.cascade_attention import CascadePlan
@@ -34,18 +41,6 @@ from engine.kernels.triton_gpu import TritonKernels
 
 CUDA, BF16 = torch.device("cuda"), torch.bfloat16
 D = 128
-
-# FlashInfer 0.6.14 (and "flat": its paged decode) on one H200, driver 580, CUDA 13.0, torch 2.11, bf16, page 16, us.
-FLASHINFER_DECODE = {(256, 1024): 267.9, (64, 4096): 255.6, (16, 16384): 257.6, (1, 131072): 142.0, (8, 1024): 25.4}
-# (requests, shared, own, heads, kv heads): (flat, cascade)
-FLASHINFER_CASCADE = {
-    (256, 32768, 128, 32, 32): (13353.0, 767.0),
-    (256, 32768, 256, 32, 8): (3598.0, 836.0),
-    (128, 8192, 64, 32, 8): (469.0, 224.0),
-    (64, 2048, 512, 32, 8): (105.0, 210.0),
-}
-TARGET_CASCADE = {(256, 32768, 128, 32, 32): 430.0, (256, 32768, 256, 32, 8): 420.0, (128, 8192, 64, 32, 8): 110.0}
-TARGET_DECODE = {(1, 131072): 140.0, (8, 1024): 18.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +116,7 @@ def bench_decode(bench: Bench) -> None:
             plan = DecodePlan(requests, 32, 8, D, CUDA)
             plan.update(case.lens)
             calls = [partial(paged_decode, case.q, kv, case.table, case.lens, case.scale, plan) for kv in case.layers]
-            target = TARGET_DECODE.get((requests, length), case.num_bytes / 4.0e6)
+            target = TARGET_DECODE.get((requests, length), case.num_bytes / DECODE_BYTES_PER_US)
             work = f"decode b={requests} ctx {length} 32/8 block {block_size}"
             peer = peer_us if block_size == 16 else None
             bench.add(work, median_us(calls), case.num_bytes, peer="FlashInfer", peer_us=peer, target_us=target)
