@@ -30,10 +30,11 @@ from engine.kv_copies import KVCopies
 from engine.wire_memory import WireMemory
 from kv_transfer import backends
 from kv_transfer.backends.base import Arrived, ChannelLost, OnDone
-from kv_transfer.copies import CopyWaiter
+from kv_transfer.copies import Begun, CopyWaiter
 from kv_transfer.cuda import CudaRuntime, CudaStaging
 from kv_transfer.layout import make_layout
 from kv_transfer.segment import mixed_digest, seal_mixed
+from kv_transfer.staging import StagingSlot
 from pdserve.v1 import kv_pb2
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -142,13 +143,16 @@ def take(count: int, receiver: Any, copies: KVCopies, wake_fd: int, tokens: int,
         if not select.select([wake_fd], [], [], TIMEOUT_S)[0]:
             raise TimeoutError(f"{left} segments are missing")
         os.eventfd_read(wake_fd)
+        begun: list[Begun] = []
         for arrived in receiver.poll():
             if isinstance(arrived, ChannelLost):
                 raise ConnectionError(arrived.reason)
             payload = arrived.payload
             copy = copies.unpack(TABLE, 0, tokens, 0, layers, WireMemory(payload.address, len(payload)), torch.bfloat16)
-            waiter.when_done(copy, partial(written, arrived))
-            left -= 1
+            begun.append((copy, partial(written, arrived)))
+        copies.start()
+        waiter.all_when_done(begun)
+        left -= len(begun)
     for _ in range(count):
         if not done.acquire(timeout=TIMEOUT_S):
             raise TimeoutError("the device does not end its copies")
@@ -195,23 +199,32 @@ class Sending:
             count = count_of(size)
             self.conn.send(count)
             since_s = time.perf_counter()
-            for _ in range(count):
-                slot = arena.take(TIMEOUT_S)
-                if slot is None or lost:
-                    raise ConnectionError(f"{lost or 'no slot is free'}")
-                payload = slot.view[:size]
-                header = kv_pb2.SegmentHeader(
-                    transfer_id="bench", index=slot.index, dtype="bfloat16", payload_bytes=size
-                )
+            index = 0
+            while index < count:  # all that has a slot in one go, as in the engines
+                slots = [arena.take(TIMEOUT_S)]
+                while index + len(slots) < count and (slot := arena.try_take()) is not None:
+                    slots.append(slot)
+                begun: list[Begun] = []
+                for slot in slots:
+                    if slot is None or lost:
+                        raise ConnectionError(f"{lost or 'no slot is free'}")
+                    payload = slot.view[:size]
+                    header = kv_pb2.SegmentHeader(
+                        transfer_id="bench", index=slot.index, dtype="bfloat16", payload_bytes=size
+                    )
 
-                def on_done(error: str | None, slot: Any = slot) -> None:
-                    slot.give_back()
+                    def on_done(error: str | None, slot: StagingSlot = slot) -> None:
+                        slot.give_back()
 
-                if packs:
-                    copy = self.copies.pack(TABLE, 0, tokens, 0, layers, WireMemory(payload.address, size))
-                    waiter.when_done(copy, partial(send, header, payload, on_done))
-                else:
-                    send(header, payload, on_done, packed)
+                    if packs:
+                        copy = self.copies.pack(TABLE, 0, tokens, 0, layers, WireMemory(payload.address, size))
+                        begun.append((copy, partial(send, header, payload, on_done)))
+                    else:
+                        send(header, payload, on_done, packed)
+                if begun:
+                    self.copies.start()
+                    waiter.all_when_done(begun)
+                index += len(slots)
             answer(self.conn)
             return size * count / (time.perf_counter() - since_s) / 1e9
 
@@ -232,7 +245,9 @@ class Sending:
         mix = 0
         for slot in slots:
             assert slot is not None
-            mix = self.copies.pack(TABLE, 0, tokens, 0, layers, WireMemory(slot.view.address, size)).wait()
+            copy = self.copies.pack(TABLE, 0, tokens, 0, layers, WireMemory(slot.view.address, size))
+            self.copies.start()
+            mix = copy.wait()
             slot.give_back()
         return mix
 

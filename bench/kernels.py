@@ -34,7 +34,7 @@ from engine.kernels import elementwise
 from engine.kernels.cascade_attention import CascadePlan
 from engine.kernels.cascade_plan import CascadeCost
 from engine.kernels.decode_attention import DecodePlan, paged_decode
-from engine.kernels.kv_pack import pack_kv, unpack_kv
+from engine.kernels.kv_pack import ROW_WORDS, Job, move_kv, words_of
 from engine.kernels.prefill_attention import paged_prefill
 from engine.kernels.sampling import DrawParams, TokenDrawer
 from engine.kernels.triton_gpu import TritonKernels
@@ -276,8 +276,13 @@ def bench_kv_pack(bench: Bench) -> None:
     table = torch.randperm(512, device=CUDA).int()
     for layers in (8, 32):
         wire = torch.empty(layers * 2 * 8 * 8192 * D * 2, dtype=torch.uint8, device=CUDA)
-        for name, move in (("pack", pack_kv), ("unpack", unpack_kv)):
-            us = median_us([partial(move, cache[:layers], table, 0, 8192, wire)])
+        planes = layers * 2 * 8
+        jobs = torch.tensor([Job(wire.data_ptr(), planes, 0, 8192, 0, 0)], device=CUDA)
+        row = torch.zeros(1, ROW_WORDS, dtype=torch.int64, device=CUDA)
+        mix = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        for name in ("pack", "unpack"):
+            move = partial(move_kv, words_of(cache), jobs, table, row, mix, 1, planes, 8192, pack=name == "pack")
+            us = median_us([move])
             bench.add(f"{name} + digest 8192 tokens {layers} layers", us, 2.0 * wire.nbytes)
 
 

@@ -156,6 +156,10 @@ class DecodeHandoff:
         copy: DeviceCopy | None = self._core.write_kv(request_id, *part, wire, getattr(torch, dtype))
         return copy
 
+    def start_copies(self) -> None:
+        assert self._copies is not None
+        self._copies.start()
+
     def publish(self, request_id: str, first_output: bytes, moved: Moved) -> None:
         self._ready(request_id, first_output, moved)
 

@@ -115,7 +115,8 @@ class KVCache:
     ) -> KVCopy | None:
         """The inverse of :meth:`pack`: copy ``payload`` (of ``dtype``) into the blocks, converted to their dtype.
 
-        None: done. From ``WireMemory`` the device copies: it has begun, and the payload must stay until that is over.
+        None: done. From ``WireMemory`` the device copies, after ``copies.start()``: the payload must stay until that is
+        over.
         """
         num_bytes = self.packed_bytes(token_end - token_start, layer_end - layer_start, dtype)
         if not num_bytes:

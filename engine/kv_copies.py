@@ -1,14 +1,16 @@
 """Packing and unpacking of KV by the device itself, beside the steps: started by the host, never waited for by it.
 
 Owns one stream and the small buffers of the copies that are on their way. Which blocks and which memory is the caller's
-business. Started by the engine's thread only; ``KVCopy.wait`` is for any other.
+business. Used by the engine's thread only; ``KVCopy.wait`` is for any other.
+
+    pack() pack() pack() start()      one upload, one kernel and one event for all that was asked for since the last one
 
     steps' stream    [ layers 0..7 ] [ layers 8..15 ] ...                          what is launched after join()
                           | mark()       | mark()                                    ^ join()
     copies' stream        '-> [ pack ]   '-> [ pack ] ...  [ unpack ] ---------------'
 
 ``mark()``: what is launched on the steps' stream so far, for a copy to come after. ``join()``: steps launched from now
-on come after the copies started so far; whoever frees blocks that a copy may still touch calls it, so that nothing is
+on come after the copies asked for so far; whoever frees blocks that a copy may still touch calls it, so that nothing is
 written into them before the copy is over.
 """
 
@@ -22,43 +24,66 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.kernels.kv_pack import DIGEST_SLOTS, copy_words, move_kv, words_of
+from engine.kernels.kv_pack import JOB_FIELDS, ROW_WORDS, WIRE_ALIGNMENT, Job, copy_words, move_kv, words_of
 from engine.wire_memory import WireMemory
 
+_MAX_JOBS = 16
+_IDS = 1024
+"""Of blocks, for which a desk has room; larger ones are made when they are needed."""
 _DESKS = 8
-"""Copies on their way for which buffers are made at start; more are made when they are needed."""
-_TABLE_BLOCKS = 4096
+"""Made at start; more are made when they are needed."""
+_MASK = 0xFFFFFFFFFFFFFFFF
 
 
 @dataclass(slots=True, eq=False)
 class _Desk:
-    """What one copy needs: the blocks' ids, and the parts of its digest, on the device and in pinned host memory."""
+    """What the copies of one launch need: jobs and block ids in one piece, and their digests."""
 
-    table: torch.Tensor
-    table_on_host: torch.Tensor
-    ids: NDArray[np.int32]
-    """``table_on_host`` again."""
-    sums: torch.Tensor
-    sums_on_host: torch.Tensor
-    parts: NDArray[np.uint64]
-    """``sums_on_host`` again."""
+    words_on_host: torch.Tensor
+    """Pinned, as the digests are; the kernel writes these there."""
+    host_jobs: NDArray[np.int64]
+    host_ids: NDArray[np.int32]
+    words: torch.Tensor
+    jobs: torch.Tensor
+    ids: torch.Tensor
+    rows: torch.Tensor
+    mixes: torch.Tensor
+    host_mixes: NDArray[np.int64]
     done: torch.cuda.Event
+    num_unread: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """Copies that were asked for and not started."""
+
+    desk: _Desk
+    packs: bool
+    after: list[torch.cuda.Event]
+    num_jobs: int = 0
+    num_ids: int = 0
+    num_planes: int = 0
+    num_tokens: int = 0
 
 
 class KVCopy:
-    """A copy that was started."""
+    """A copy that was asked for. It may be waited for once it is started."""
 
-    def __init__(self, desk: _Desk, free: deque[_Desk], device: torch.device) -> None:
+    def __init__(self, desk: _Desk, index: int, free: deque[_Desk], device: torch.device) -> None:
         self._desk = desk
+        self._index = index
         self._free = free
         self._device = device
 
     def wait(self) -> int:
-        """Until it is over, without spinning; the block mix of the wire's bytes. Once, off the engine's thread."""
+        """Until it is over, without spinning; the block mix of the wire's bytes. Once, on one thread for all copies."""
         torch.cuda.set_device(self._device)  # of this thread; else waiting would open a context on device 0
-        self._desk.done.synchronize()
-        mix = int(self._desk.parts.sum(dtype=np.uint64))
-        self._free.append(self._desk)
+        desk = self._desk
+        desk.done.synchronize()
+        mix = int(desk.host_mixes[self._index]) & _MASK
+        desk.num_unread -= 1
+        if not desk.num_unread:
+            self._free.append(desk)
         return mix
 
 
@@ -74,7 +99,8 @@ class KVCopies:
         self._words = words_of(data)
         self._device = data.device
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._free = deque(self._make_desk(_TABLE_BLOCKS) for _ in range(_DESKS))
+        self._free = deque(self._make_desk(_IDS) for _ in range(_DESKS))
+        self._batch: _Batch | None = None
 
     def warm_up(self) -> None:
         """Compile and load both kernels at start: else the first hand-off does it in the middle of a step. One token's
@@ -82,8 +108,10 @@ class KVCopies:
         row = torch.empty(2 * self._words.shape[3] * self._words.shape[5], dtype=torch.int64, device=self._device)
         wire = WireMemory(row.data_ptr(), row.nbytes)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self.pack([0], 0, 1, 0, 1, wire).wait()
-        self.unpack([0], 0, 1, 0, 1, wire, self._data.dtype).wait()
+        copies = self.pack([0], 0, 1, 0, 1, wire), self.unpack([0], 0, 1, 0, 1, wire, self._data.dtype)
+        self.start()
+        for copy in copies:
+            copy.wait()
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -91,6 +119,7 @@ class KVCopies:
         return event
 
     def join(self) -> None:
+        self.start()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     @torch.inference_mode()
@@ -104,16 +133,13 @@ class KVCopies:
         wire: WireMemory,
         after: torch.cuda.Event | None = None,
     ) -> KVCopy:
-        """Start to copy this range to the wire, in the cache's dtype."""
-        self._check_size(token_end - token_start, layer_end - layer_start, wire, self._data.dtype)
-        desk, offset = self._desk_for(block_table, token_start, token_end)
-        with torch.cuda.stream(self._stream):
-            if after is not None:
-                self._stream.wait_event(after)
-            self._begin(desk)
-            end = offset + token_end - token_start
-            move_kv(self._words[layer_start:layer_end], desk.table, offset, end, wire, desk.sums, pack=True)
-            return self._end(desk)
+        """Ask for a copy of this range to the wire, in the cache's dtype."""
+        self._check(block_table, token_start, token_end, layer_end - layer_start, wire, self._data.dtype)
+        copy = self._add(block_table, token_start, token_end, layer_start, layer_end, wire.address, packs=True)
+        batch = self._batch
+        if after is not None and batch is not None and (not batch.after or batch.after[-1] is not after):
+            batch.after.append(after)
+        return copy
 
     @torch.inference_mode()
     def unpack(
@@ -126,65 +152,122 @@ class KVCopies:
         wire: WireMemory,
         dtype: torch.dtype,
     ) -> KVCopy:
-        """Start to copy the wire, of ``dtype``, into the blocks. Another dtype than the cache's: two passes more."""
-        self._check_size(token_end - token_start, layer_end - layer_start, wire, dtype)
-        desk, offset = self._desk_for(block_table, token_start, token_end)
-        end = offset + token_end - token_start
-        layers = self._words[layer_start:layer_end]
+        """Ask for a copy of the wire, of ``dtype``, into the blocks. Another dtype than the cache's: two passes more,
+        which are started here."""
+        self._check(block_table, token_start, token_end, layer_end - layer_start, wire, dtype)
+        part = (block_table, token_start, token_end, layer_start, layer_end)
+        if dtype == self._data.dtype:
+            return self._add(*part, wire.address, packs=False)
+        self.start()
         with torch.cuda.stream(self._stream):
-            self._begin(desk)
-            if dtype == self._data.dtype:
-                move_kv(layers, desk.table, offset, end, wire, desk.sums, pack=False)
-            else:
-                here = torch.empty(wire.num_bytes // 8, dtype=torch.int64, device=self._device)
-                copy_words(wire, here, desk.sums)
-                converted = here.view(dtype).to(self._data.dtype)
-                unused = torch.zeros_like(desk.sums)
-                move_kv(layers, desk.table, offset, end, converted.view(torch.int64), unused, pack=False)
-            return self._end(desk)
+            here = torch.empty(wire.num_bytes // 8, dtype=torch.int64, device=self._device)
+            converted = torch.empty_like(here.view(dtype), dtype=self._data.dtype)
+            self._add(*part, converted.data_ptr(), packs=False)
+            assert self._batch is not None
+            desk = self._batch.desk
+            copy_words(wire, here, desk.rows[1], desk.mixes[1:])
+            converted.copy_(here.view(dtype))
+        self.start()
+        return KVCopy(desk, 1, self._free, self._device)
 
-    def _begin(self, desk: _Desk) -> None:
-        desk.table.copy_(desk.table_on_host, non_blocking=True)
-        desk.sums.zero_()
+    @torch.inference_mode()
+    def start(self) -> None:
+        """Launch what was asked for."""
+        batch, self._batch = self._batch, None
+        if batch is None:
+            return
+        desk = batch.desk
+        desk.num_unread = batch.num_jobs  # of a converted one: the wire's own, instead of the job's
+        with torch.cuda.stream(self._stream):
+            for event in batch.after:
+                self._stream.wait_event(event)
+            desk.words.copy_(desk.words_on_host, non_blocking=True)
+            move_kv(
+                self._words, desk.jobs, desk.ids, desk.rows, desk.mixes,
+                batch.num_jobs, batch.num_planes, batch.num_tokens, pack=batch.packs,
+            )  # fmt: skip
+            desk.done.record()
 
-    def _end(self, desk: _Desk) -> KVCopy:
-        desk.sums_on_host.copy_(desk.sums, non_blocking=True)
-        desk.done.record()
-        return KVCopy(desk, self._free, self._device)
+    def _add(
+        self,
+        block_table: Sequence[int],
+        token_start: int,
+        token_end: int,
+        layer_start: int,
+        layer_end: int,
+        address: int,
+        *,
+        packs: bool,
+    ) -> KVCopy:
+        size, planes_a_layer = self._data.shape[4], 2 * self._data.shape[3]
+        first = token_start // size
+        ids = block_table[first : -(-token_end // size)]
+        batch = self._batch
+        if batch is None or not self._fits(batch, len(ids), packs):
+            self.start()
+            batch = self._batch = _Batch(self._desk_for(len(ids)), packs, [])
+        num_planes, num_tokens = (layer_end - layer_start) * planes_a_layer, token_end - token_start
+        job = Job(
+            address, num_planes, layer_start * planes_a_layer, num_tokens, token_start - first * size, batch.num_ids
+        )
+        desk, index = batch.desk, batch.num_jobs
+        desk.host_jobs[index] = job
+        desk.host_ids[batch.num_ids : batch.num_ids + len(ids)] = ids
+        batch.num_jobs += 1
+        batch.num_ids += len(ids)
+        batch.num_planes = max(batch.num_planes, num_planes)
+        batch.num_tokens = max(batch.num_tokens, num_tokens)
+        return KVCopy(desk, index, self._free, self._device)
 
-    def _desk_for(self, block_table: Sequence[int], token_start: int, token_end: int) -> tuple[_Desk, int]:
-        """Buffers with the ids of the blocks that these tokens are in; the first one's offset in its block."""
-        size = self._data.shape[4]
+    @staticmethod
+    def _fits(batch: _Batch, num_ids: int, packs: bool) -> bool:
+        return (
+            batch.packs == packs and batch.num_jobs < _MAX_JOBS and batch.num_ids + num_ids <= len(batch.desk.host_ids)
+        )
+
+    def _desk_for(self, num_ids: int) -> _Desk:
+        desk = self._free.popleft() if self._free else self._make_desk(_IDS)
+        return desk if num_ids <= len(desk.host_ids) else self._make_desk(1 << (num_ids - 1).bit_length())
+
+    def _make_desk(self, num_ids: int) -> _Desk:
+        num_job_words = _MAX_JOBS * JOB_FIELDS
+        num_words = num_job_words + num_ids // 2
+        # From the copies' stream's own memory: what the steps' stream has freed may still be in use by its kernels.
+        with torch.cuda.stream(self._stream):
+            words = torch.empty(num_words, dtype=torch.int64, device=self._device)
+            rows = torch.zeros(_MAX_JOBS, ROW_WORDS, dtype=torch.int64, device=self._device)
+        words_on_host = torch.zeros(num_words, dtype=torch.int64, pin_memory=True)
+        mixes = torch.zeros(_MAX_JOBS, dtype=torch.int64, pin_memory=True)
+        on_host = words_on_host.numpy()
+        return _Desk(
+            words_on_host,
+            on_host[:num_job_words].reshape(_MAX_JOBS, JOB_FIELDS),
+            on_host[num_job_words:].view(np.int32),
+            words,
+            words[:num_job_words].view(_MAX_JOBS, JOB_FIELDS),
+            words[num_job_words:].view(torch.int32),
+            rows,
+            mixes,
+            mixes.numpy(),
+            torch.cuda.Event(blocking=True),  # type: ignore[no-untyped-call]
+        )
+
+    def _check(
+        self,
+        block_table: Sequence[int],
+        token_start: int,
+        token_end: int,
+        num_layers: int,
+        wire: WireMemory,
+        dtype: torch.dtype,
+    ) -> None:
+        num_heads, size, head_dim = self._data.shape[3:]
         if not 0 <= token_start < token_end <= len(block_table) * size:
             raise ValueError(
                 f"tokens {token_start}..{token_end} are not within the {len(block_table)} blocks of {size}"
             )
-        first = token_start // size
-        ids = block_table[first : -(-token_end // size)]
-        desk = self._free.popleft() if self._free else self._make_desk(_TABLE_BLOCKS)
-        if len(ids) > len(desk.table):
-            desk = self._make_desk(1 << (len(ids) - 1).bit_length())
-        desk.ids[: len(ids)] = ids
-        return desk, token_start - first * size
-
-    def _make_desk(self, table_blocks: int) -> _Desk:
-        # From the copies' stream's own memory: what the steps' stream has freed may still be in use by its kernels.
-        with torch.cuda.stream(self._stream):
-            table = torch.empty(table_blocks, dtype=torch.int32, device=self._device)
-            sums = torch.empty(DIGEST_SLOTS, dtype=torch.int64, device=self._device)
-        table_on_host = torch.zeros(table_blocks, dtype=torch.int32, pin_memory=True)
-        sums_on_host = torch.zeros(DIGEST_SLOTS, dtype=torch.int64, pin_memory=True)
-        return _Desk(
-            table,
-            table_on_host,
-            table_on_host.numpy(),
-            sums,
-            sums_on_host,
-            sums_on_host.numpy().view(np.uint64),
-            torch.cuda.Event(blocking=True),  # type: ignore[no-untyped-call]
-        )
-
-    def _check_size(self, num_tokens: int, num_layers: int, wire: WireMemory, dtype: torch.dtype) -> None:
-        num_bytes = num_layers * 2 * self._data.shape[3] * num_tokens * self._data.shape[5] * dtype.itemsize
+        num_bytes = num_layers * 2 * num_heads * (token_end - token_start) * head_dim * dtype.itemsize
         if wire.num_bytes != num_bytes or num_bytes % 8:
             raise ValueError(f"the wire has {wire.num_bytes} bytes, {num_bytes} (a multiple of 8) are expected")
+        if wire.address % WIRE_ALIGNMENT:
+            raise ValueError(f"packed KV at {wire.address:#x}: no multiple of {WIRE_ALIGNMENT}")

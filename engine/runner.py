@@ -23,7 +23,7 @@ class KVMemory(Protocol):
         payload: Any,
         dtype: Any,
     ) -> Any:
-        """None, or the copy that a device has begun."""
+        """None, or the copy that a device does when the caller lets it start."""
         ...
 
 

@@ -16,11 +16,15 @@ CLOSE_S = 1.0
 
 
 class DeviceCopy(Protocol):
-    """Between the KV pool and staging, started and perhaps not over."""
+    """Between the KV pool and staging, asked for and perhaps not over. Waited for when it is started."""
 
     def wait(self) -> int:
         """Until it is over; the block mix of what was copied. Called once, on any thread."""
         ...
+
+
+Then = Callable[[int], None]
+Begun = tuple[DeviceCopy, Then]
 
 
 class CopyWaiter:
@@ -28,16 +32,20 @@ class CopyWaiter:
 
     def __init__(self, wakeup: Callable[[], None]) -> None:
         self._wakeup = wakeup
-        self._started: queue.SimpleQueue[tuple[DeviceCopy, Callable[[int], None]] | None] = queue.SimpleQueue()
+        self._started: queue.SimpleQueue[list[Begun] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
-    def when_done(self, copy: DeviceCopy, then: Callable[[int], None]) -> None:
+    def when_done(self, copy: DeviceCopy, then: Then) -> None:
         """Call ``then`` with the block mix, on this object's thread."""
+        self.all_when_done([(copy, then)])
+
+    def all_when_done(self, begun: list[Begun]) -> None:
+        """The same for several, in order."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kv-copies", daemon=True)
             self._thread.start()
-        self._started.put((copy, then))
+        self._started.put(begun)
 
     def check(self) -> None:
         """Raises what went wrong: after an error of the device nothing that it holds can be trusted."""
@@ -51,10 +59,10 @@ class CopyWaiter:
             self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
-        while (item := self._started.get()) is not None:
-            copy, then = item
+        while (begun := self._started.get()) is not None:
             try:
-                then(copy.wait())
+                for copy, then in begun:
+                    then(copy.wait())
             except Exception as error:  # of any library below: the engine's thread gets it from check()
                 self._error = error
                 self._wakeup()

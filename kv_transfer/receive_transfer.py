@@ -74,6 +74,10 @@ class ReceiveTransfer:
         """What the ticket leaves to the sender; nothing before there is one."""
         return 0 if self.ticket is None else (self.prompt_tokens - self.ticket.cached_tokens) * layout.num_layers
 
+    def cells_missing(self, layout: kv_pb2.KVLayout) -> int:
+        """Of those that the ticket asks for; what has come is not missing, verified or not."""
+        return self.cells_needed(layout) - sum(part.cells for part in self.parts.values())
+
     def owns(self, header: kv_pb2.SegmentHeader, sender: kv_pb2.WorkerIdentity) -> bool:
         """This segment was sent for this very reservation, by the incarnation that it was given to."""
         return (

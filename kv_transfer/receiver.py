@@ -10,29 +10,21 @@ port. Driven by the engine's thread only.
 A transfer that failed for its sender's sake leaves its reservation behind for a moment (``_kept``): the request's next
 attempt, with another sender, takes it over as soon as its request is added, and holds it under a lease from then on.
 
-A segment is dropped unless transfer, attempt, epoch and incarnation match an open reservation; it is written into the
-reservation's unpublished blocks only after its range and its digest were checked; and nothing is published before every
-layer of every token that was promised is there. Whatever ended leaves a tombstone, so that late news are refused.
-
-A device that unpacks digests what it writes (``device_writes``). Then the range is checked before and the digest after,
-between one poll and another; the blocks are unpublished all the while, and who frees them orders that after the writes
-that were started (the port's business).
+A segment (segment_intake.py) is dropped unless transfer, attempt, epoch and incarnation match an open reservation; it
+is written into the reservation's unpublished blocks; and nothing is published before every layer of every token that
+was promised is there and verified. Whatever ended leaves a tombstone, so that late news are refused.
 """
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable
 
-from kv_transfer.backends.base import Arrived, ChannelLost, SegmentReceiver
-from kv_transfer.copies import CopyWaiter
-from kv_transfer.layout import BLOCK_MIX64, DIGEST_KINDS
+from kv_transfer.backends.base import ChannelLost, SegmentReceiver
 from kv_transfer.lease import Clock, Epochs, Lease, Parking, Tombstones
 from kv_transfer.protocol import Abort, Busy, Done, End, Frame, Open, Refused, Ticket
 from kv_transfer.receive_transfer import ReceiveTransfer
 from kv_transfer.receiver_port import ReceiverPort, ReceiverSettings
-from kv_transfer.segment import is_intact, key_of, mixed_digest, range_of
+from kv_transfer.segment_intake import SegmentIntake
 from kv_transfer.transfer import Moved, TransferCounters, TransferKey, TransferState
 from pdserve.v1 import kv_pb2
 
@@ -53,16 +45,12 @@ class Receiver:
         *,
         device_writes: bool = False,
     ) -> None:
-        """``backends``: name -> the listening receiver and its endpoint, best first."""
+        """``backends``: name -> the listening receiver and its endpoint, best first. ``device_writes``: a device
+        unpacks, and digests what it writes."""
         self._me = me
         self._layout = layout
         self._port = port
         self._backends = backends
-        self._wakeup = wakeup
-        self._device_writes = device_writes
-        self._copies = CopyWaiter(wakeup)
-        self._written: queue.SimpleQueue[tuple[ReceiveTransfer, Arrived, int]] = queue.SimpleQueue()
-        """What a device has written, and the block mix of it; bounded by the slots."""
         self._clock = clock
         self._settings = settings or ReceiverSettings()
         self._epochs = Epochs(me.incarnation)
@@ -73,6 +61,7 @@ class Receiver:
         self._by_request: dict[str, ReceiveTransfer] = {}
         self._by_key: dict[TransferKey, ReceiveTransfer] = {}
         self.counters = TransferCounters()
+        self._intake = SegmentIntake(self, port, layout, self.counters, clock, wakeup, device_writes=device_writes)
 
     # ---- from the engine
 
@@ -165,11 +154,8 @@ class Receiver:
     def poll(self) -> None:
         """Once an engine loop. What is over ends before what has come late is looked at."""
         self._expire()
-        self._copies.check()
-        while not self._written.empty():
-            self._on_written(*self._written.get_nowait())
-        for receiver, _ in self._backends.values():
-            self._on_arrivals(receiver.poll())
+        self._intake.poll()
+        self._intake.take(arrival for receiver, _ in self._backends.values() for arrival in receiver.poll())
 
     @property
     def next_deadline_s(self) -> float | None:
@@ -201,7 +187,7 @@ class Receiver:
     def close(self) -> None:
         for transfer in list(self._by_request.values()):
             self.request_ended(transfer.request_id, "the decode worker stops")
-        self._copies.close()
+        self._intake.close()
         for key, _ in self._kept.take_where(lambda _: True):
             self._port.drop_kept(key.transfer_id)
         for receiver, _ in self._backends.values():
@@ -300,87 +286,24 @@ class Receiver:
             self._tombstones.add(key, reason)
         self._port.send(peer, Frame(key, Refused(reason)))
 
-    # ---- segments
+    # ---- from the segments' intake
 
-    def _on_arrivals(self, arrivals: Iterable[Arrived | ChannelLost]) -> None:
-        for arrival in arrivals:
-            if isinstance(arrival, ChannelLost):
-                self._on_channel_lost(arrival)
-            elif not self._on_segment(arrival):
-                arrival.slot.give_back()
+    def find(self, key: TransferKey) -> ReceiveTransfer | None:
+        return self._by_key.get(key)
 
-    def _on_segment(self, arrived: Arrived) -> bool:
-        """Whether its memory is still read."""
-        header = arrived.header
-        transfer = self._by_key.get(key_of(header))
-        if transfer is None or not transfer.owns(header, arrived.sender):
-            self.counters.count_dropped("stale")
-            return False
-        checks_after = self._device_writes and header.digest_kind == BLOCK_MIX64
-        if not checks_after and not (
-            isinstance(arrived.payload, memoryview)
-            and is_intact(header.digest_kind, arrived.header_bytes, arrived.payload, arrived.digest)
-        ):
-            self._on_corrupt(transfer, header)
-            return False
-        part = range_of(header)
-        if header.index in transfer.parts:
-            self.counters.count_dropped("duplicate")
-            return False
-        problem = transfer.range_problem(header, part, self._layout)
-        if problem is not None:
-            self.counters.count_dropped("range")
-            self._fail(transfer, "range", f"segment {header.index}: {problem}")
-            return False
-        if transfer.state is TransferState.READY:
-            transfer.move(TransferState.TRANSFERRING)
-            transfer.first_segment_s = self._clock()
-            self.counters.streamed += transfer.end is None
-        transfer.parts[header.index] = part
-        copy = self._port.write_kv(transfer.request_id, part, arrived.payload, header.dtype)
-        if copy is None:
-            self._on_verified(transfer, header)
-            return False
-        self._copies.when_done(copy, partial(self._let_go, transfer, arrived))
-        return True
+    def fail(self, transfer: ReceiveTransfer, kind: str, reason: str) -> None:
+        self._fail(transfer, kind, reason)
 
-    def _let_go(self, transfer: ReceiveTransfer, arrived: Arrived, mix: int) -> None:
-        """On the copies' thread: nothing reads the segment any more."""
-        arrived.slot.give_back()
-        self._written.put((transfer, arrived, mix))
-        self._wakeup()
-
-    def _on_written(self, transfer: ReceiveTransfer, arrived: Arrived, mix: int) -> None:
-        if not transfer.is_open:
-            return
-        header = arrived.header
-        if header.digest_kind == BLOCK_MIX64 and mixed_digest(arrived.header_bytes, mix) != arrived.digest:
-            self._on_corrupt(transfer, header)
-        else:
-            self._on_verified(transfer, header)
-
-    def _on_corrupt(self, transfer: ReceiveTransfer, header: kv_pb2.SegmentHeader) -> None:
-        self.counters.count_dropped("corrupt")
-        known = header.digest_kind in DIGEST_KINDS
-        what = "does not match its digest" if known else f"has a digest of unknown kind {header.digest_kind!r}"
-        self._fail(transfer, "corrupt", f"segment {header.index} {what}")
-
-    def _on_verified(self, transfer: ReceiveTransfer, header: kv_pb2.SegmentHeader) -> None:
-        transfer.verified += 1
-        transfer.cells += transfer.parts[header.index].cells
-        transfer.last_segment_s = self._clock()
-        self.counters.segments += 1
-        self.counters.bytes += header.payload_bytes
-        transfer.num_bytes += header.payload_bytes
+    def segment_verified(self, transfer: ReceiveTransfer) -> None:
         self._complete(transfer)
 
-    def _on_channel_lost(self, lost: ChannelLost) -> None:
-        """Transfers that still need something from this sender, and got a part of it, will not get the rest."""
+    def channel_lost(self, lost: ChannelLost) -> None:
+        """Transfers of this sender of which a part has come, and not all, will not get the rest."""
         sender = (lost.sender.worker_id, lost.sender.incarnation)
         for transfer in list(self._by_request.values()):
             if (transfer.sender_id, transfer.sender_incarnation) != sender:
                 continue
-            if transfer.state is TransferState.TRANSFERRING and transfer.cells < transfer.cells_needed(self._layout):
+            if transfer.state is TransferState.TRANSFERRING and transfer.cells_missing(self._layout):
                 self._fail(transfer, "channel_lost", lost.reason)
 
     # ---- the end

@@ -26,8 +26,12 @@ class ReceiverPort(Protocol):
     def write_kv(self, request_id: str, part: KVRange, payload: Any, dtype: str) -> DeviceCopy | None:
         """Copy a segment (memoryview or DeviceView) into the reservation.
 
-        None: it is there. Else a device has begun; the payload must stay until that is over.
+        None: it is there. Else a device does it after ``start_copies``; the payload must stay until that is over.
         """
+        ...
+
+    def start_copies(self) -> None:
+        """Let the device begin what ``write_kv`` asked of it."""
         ...
 
     def publish(self, request_id: str, first_output: bytes, moved: Moved) -> None:

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import structlog
 
 from kv_transfer.backends.base import Channel, SegmentSender
-from kv_transfer.copies import CopyWaiter, DeviceCopy
+from kv_transfer.copies import Begun, CopyWaiter, DeviceCopy
 from kv_transfer.layout import KVRange, cell_bytes, mismatch, split
 from kv_transfer.lease import Clock, Lease
 from kv_transfer.protocol import Abort, Busy, Done, End, Frame, Open, Refused, Ticket
@@ -54,8 +54,13 @@ class SenderPort(Protocol):
 
         ``after``: what came with ``kv_computed``.
 
-        None: it is there. Else a device has begun, and the block mix of what it writes comes with the end of that.
+        None: it is there. Else a device does it after ``start_copies``; the block mix of what it writes comes with the
+        end of that.
         """
+        ...
+
+    def start_copies(self) -> None:
+        """Let the device begin what ``pack`` asked of it."""
         ...
 
     def transfer_done(self, request_id: str) -> None:
@@ -129,6 +134,8 @@ class Sender:
         self._links: dict[str, Link] = {}
         self._news: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         """From network threads; bounded by the slots and the links."""
+        self._begun: list[Begun] = []
+        """Packing that was asked for, and is started when no more fits."""
         self._copies = CopyWaiter(wakeup)
         self.counters = TransferCounters()
 
@@ -341,6 +348,10 @@ class Sender:
                 self._pack_and_send(link, transfer, piece, after, slot)
                 if not self._may_pack(link):
                     waiting.remove(link)
+        if self._begun:
+            self._port.start_copies()
+            begun, self._begun = self._begun, []
+            self._copies.all_when_done(begun)
 
     def _may_pack(self, link: Link) -> bool:
         num_slots = link.arena.num_slots
@@ -381,7 +392,7 @@ class Sender:
         if copy is None:
             link.channel.send(seal(header, payload), on_done)
         else:
-            self._copies.when_done(copy, lambda mix: link.channel.send(seal_mixed(header, payload, mix), on_done))
+            self._begun.append((copy, lambda mix: link.channel.send(seal_mixed(header, payload, mix), on_done)))
 
     def _slot_is_back(self, link: Link, transfer: SendTransfer, error: str | None) -> None:
         link.slots_in_use -= 1

@@ -154,6 +154,10 @@ class PrefillHandoff:
         self._kv_cache.pack(request.block_table, *part, torch.frombuffer(out, dtype=torch.uint8), self._dtype)
         return None
 
+    def start_copies(self) -> None:
+        assert self._copies is not None
+        self._copies.start()
+
     def transfer_done(self, request_id: str) -> None:
         """The receiver has what was packed, or needs none of it."""
         self._free_after_packing()

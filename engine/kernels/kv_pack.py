@@ -7,13 +7,16 @@ as 64-bit words, so any dtype whose head row is a multiple of 8 bytes passes thr
 the words, mod 2^64, of a mix of each word with its place on the wire; a sum needs no order, so every program adds its
 part. It tells corruption and misplacement, not forgery.
 
+One launch moves many ranges (``Job``), each with a digest of its own, and leaves the digests where the host can read
+them: no other launch is needed.
+
     mix(i, w):  h = (w + (i + 1) * P1) * P2;  h ^= h >> 32;  h *= P3;  h ^= h >> 29
     block_mix64 = sum over i of mix(i, w[i])
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
@@ -21,6 +24,7 @@ import triton.language as tl
 
 DIGEST_SLOTS = 256
 """Programs add to different addresses: one would serialise them."""
+WIRE_ALIGNMENT = 16
 _BLOCK_TOKENS = 64
 _COPY_WORDS = 2048
 
@@ -42,71 +46,120 @@ def _mix(word, index):
     return h ^ (h >> 29)
 
 
-@triton.jit(do_not_specialize=["token_start", "num_tokens"])
+@triton.jit
+def _add_to_digest(part, row_ptr, mix_ptr, slot, programs, SLOTS: tl.constexpr):
+    """The last program that adds its part leaves the sum, and the row as it was: zeros."""
+    tl.atomic_add(row_ptr + slot, part, sem="relaxed")
+    if tl.atomic_add(row_ptr + SLOTS, 1, sem="acq_rel") == programs - 1:
+        parts = tl.atomic_xchg(row_ptr + tl.arange(0, SLOTS), tl.zeros((SLOTS,), tl.int64), sem="relaxed")
+        tl.store(mix_ptr, tl.sum(parts, 0))
+        tl.store(row_ptr + SLOTS, 0)
+
+
+@triton.jit
 def _move_kernel(
-    cache_ptr, wire_ptr, table_ptr, digest_ptr, token_start, num_tokens,
+    cache_ptr, jobs_ptr, ids_ptr, rows_ptr, mixes_ptr,
     stride_l, stride_n, stride_kv, stride_h, stride_s,
     K: tl.constexpr, S: tl.constexpr, WORDS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
-    PACK: tl.constexpr, SLOTS: tl.constexpr,
+    PACK: tl.constexpr, SLOTS: tl.constexpr, FIELDS: tl.constexpr, ROW: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     plane = tl.program_id(0)  # (layer, key or value, head)
-    head = plane % K
-    base = cache_ptr + (plane // (2 * K)).to(tl.int64) * stride_l + (plane // K % 2) * stride_kv + head * stride_h
-    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    w = tl.arange(0, BLOCK_W)
-    mask = (t[:, None] < num_tokens) & (w[None, :] < WORDS)
-    token = token_start + t
-    block = tl.load(table_ptr + token // S, mask=t < num_tokens, other=0).to(tl.int64)
-    in_cache = (block * stride_n + (token % S).to(tl.int64) * stride_s)[:, None] + w[None, :]
-    index = (plane.to(tl.int64) * num_tokens + t)[:, None] * WORDS + w[None, :]
-    if PACK:
-        word = tl.load(base + in_cache, mask=mask, other=0)
-        tl.store(wire_ptr + index, word, mask=mask)
-    else:
-        word = tl.load(wire_ptr + index, mask=mask, other=0)
-        tl.store(base + in_cache, word, mask=mask)
-    h = _mix(word, index)
-    part = tl.sum(tl.sum(tl.where(mask, h, tl.full((), 0, tl.uint64)).to(tl.int64, bitcast=True), 1), 0)
-    slot = (plane * tl.num_programs(1) + tl.program_id(1)) % SLOTS
-    tl.atomic_add(digest_ptr + slot, part, sem="relaxed")
+    index_of_job = tl.program_id(2)
+    job = jobs_ptr + index_of_job * FIELDS
+    num_planes = tl.load(job + 1).to(tl.int32)
+    num_tokens = tl.load(job + 3).to(tl.int32)
+    if (plane < num_planes) & (tl.program_id(1) * BLOCK_T < num_tokens):
+        wire_ptr = tl.multiple_of(tl.load(job).to(tl.pointer_type(tl.int64)), ALIGNMENT)
+        first_plane = tl.load(job + 2).to(tl.int32)
+        token_start = tl.load(job + 4).to(tl.int32)
+        table_ptr = ids_ptr + tl.load(job + 5)
+        in_all = first_plane + plane
+        base = (
+            cache_ptr + (in_all // (2 * K)).to(tl.int64) * stride_l + (in_all // K % 2) * stride_kv
+            + in_all % K * stride_h
+        )  # fmt: skip
+        t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+        w = tl.arange(0, BLOCK_W)
+        mask = (t[:, None] < num_tokens) & (w[None, :] < WORDS)
+        token = token_start + t
+        block = tl.load(table_ptr + token // S, mask=t < num_tokens, other=0).to(tl.int64)
+        in_cache = (block * stride_n + (token % S).to(tl.int64) * stride_s)[:, None] + w[None, :]
+        index = (plane.to(tl.int64) * num_tokens + t)[:, None] * WORDS + w[None, :]
+        if PACK:
+            word = tl.load(base + in_cache, mask=mask, other=0)
+            tl.store(wire_ptr + index, word, mask=mask)
+        else:
+            word = tl.load(wire_ptr + index, mask=mask, other=0)
+            tl.store(base + in_cache, word, mask=mask)
+        h = _mix(word, index)
+        part = tl.sum(tl.sum(tl.where(mask, h, tl.full((), 0, tl.uint64)).to(tl.int64, bitcast=True), 1), 0)
+        parts_a_plane = tl.cdiv(num_tokens, BLOCK_T)
+        _add_to_digest(
+            part, rows_ptr + index_of_job * ROW, mixes_ptr + index_of_job,
+            (plane * parts_a_plane + tl.program_id(1)) % SLOTS, num_planes * parts_a_plane, SLOTS,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_words"])
-def _copy_kernel(source_ptr, target_ptr, digest_ptr, num_words, BLOCK: tl.constexpr, SLOTS: tl.constexpr):
+def _copy_kernel(
+    source_ptr, target_ptr, row_ptr, mix_ptr, num_words, BLOCK: tl.constexpr, SLOTS: tl.constexpr
+):  # fmt: skip
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = index < num_words
     word = tl.load(source_ptr + index, mask=mask, other=0)
     tl.store(target_ptr + index, word, mask=mask)
     h = tl.where(mask, _mix(word, index), tl.full((), 0, tl.uint64))
-    tl.atomic_add(digest_ptr + tl.program_id(0) % SLOTS, tl.sum(h.to(tl.int64, bitcast=True), 0), sem="relaxed")
+    part = tl.sum(h.to(tl.int64, bitcast=True), 0)
+    _add_to_digest(part, row_ptr, mix_ptr, tl.program_id(0) % SLOTS, tl.num_programs(0), SLOTS)
+
+
+class Job(NamedTuple):
+    """One range to move: a row of ``jobs``."""
+
+    wire_address: int
+    """A multiple of WIRE_ALIGNMENT."""
+    num_planes: int
+    first_plane: int
+    """Planes of the cache: (layer, key or value, head)."""
+    num_tokens: int
+    token_start: int
+    """In its first block."""
+    first_id: int
+    """Where its blocks' ids begin."""
+
+
+JOB_FIELDS = len(Job._fields)
+ROW_WORDS = DIGEST_SLOTS + 1
+"""A job's row of the digests: the parts, and how many programs have added theirs."""
 
 
 def move_kv(
-    cache: torch.Tensor,  # [L, N, 2, K, S, words] int64, a layer range
-    block_table: torch.Tensor,  # [M] int32
-    token_start: int,
-    token_end: int,
-    wire: Words,  # contiguous, of the packed size
-    sums: torch.Tensor,  # [DIGEST_SLOTS] int64: the digest's parts are added to it
+    cache: torch.Tensor,  # [L, N, 2, K, S, words] int64, all of it
+    jobs: torch.Tensor,  # [n or more, JOB_FIELDS] int64, of each a Job
+    ids: torch.Tensor,  # [M] int32: block ids of all jobs
+    rows: torch.Tensor,  # [n or more, ROW_WORDS] int64, zeros; and zeros again afterwards
+    mixes: torch.Tensor,  # [n or more] int64, of the device or pinned: the digests
+    num_jobs: int,
+    num_planes: int,
+    num_tokens: int,
     *,
     pack: bool,
 ) -> None:
-    """Launch a copy of tokens start .. end of all layers to the wire, or from there into the blocks."""
-    num_layers, _, _, num_kv_heads, block_size, words = cache.shape
-    num_tokens = token_end - token_start
-    _move_kernel[(num_layers * 2 * num_kv_heads, triton.cdiv(num_tokens, _BLOCK_TOKENS))](
-        cache, wire, block_table, sums, token_start, num_tokens,
-        cache.stride(0), cache.stride(1), cache.stride(2), cache.stride(3), cache.stride(4),
+    """Launch n copies, to the wire or from there into the blocks. ``num_planes``, ``num_tokens``: the largest job's."""
+    _, _, _, num_kv_heads, block_size, words = cache.shape
+    _move_kernel[(num_planes, triton.cdiv(num_tokens, _BLOCK_TOKENS), num_jobs)](
+        cache, jobs, ids, rows, mixes, *cache.stride()[:5],
         K=num_kv_heads, S=block_size, WORDS=words, BLOCK_W=triton.next_power_of_2(words), BLOCK_T=_BLOCK_TOKENS,
-        PACK=pack, SLOTS=DIGEST_SLOTS,
+        PACK=pack, SLOTS=DIGEST_SLOTS, FIELDS=JOB_FIELDS, ROW=ROW_WORDS,
+        ALIGNMENT=WIRE_ALIGNMENT,
     )  # fmt: skip
 
 
-def copy_words(source: Words, target: torch.Tensor, sums: torch.Tensor) -> None:
-    """Launch a copy of as many words as ``target`` (int64) has; ``sums`` as above."""
+def copy_words(source: Words, target: torch.Tensor, row: torch.Tensor, mix: torch.Tensor) -> None:
+    """Launch a copy of as many words as ``target`` (int64) has; ``row`` and ``mix`` as above, of one job."""
     num_words = target.numel()
     _copy_kernel[(triton.cdiv(num_words, _COPY_WORDS),)](
-        source, target, sums, num_words, BLOCK=_COPY_WORDS, SLOTS=DIGEST_SLOTS
+        source, target, row, mix, num_words, BLOCK=_COPY_WORDS, SLOTS=DIGEST_SLOTS
     )
 
 
@@ -142,7 +195,7 @@ def unpack_kv(
 
 def digest_value(digest: torch.Tensor) -> int:
     """The number behind ``pack_kv``'s result; waits for the device."""
-    return int(digest.sum().item()) & 0xFFFFFFFFFFFFFFFF
+    return int(digest.item()) & 0xFFFFFFFFFFFFFFFF
 
 
 def _move(
@@ -150,13 +203,15 @@ def _move(
 ) -> torch.Tensor:
     num_layers, _, _, num_kv_heads, _, head_dim = layers.shape
     num_tokens = token_end - token_start
-    cache = words_of(layers)
     if wire.nbytes != num_layers * 2 * num_kv_heads * num_tokens * head_dim * layers.dtype.itemsize:
         raise ValueError(
             f"the wire buffer has {wire.nbytes} bytes, not those of {num_tokens} tokens of {num_layers} layers"
         )
-    digest = torch.zeros(DIGEST_SLOTS, dtype=torch.int64, device=layers.device)
+    mix = torch.zeros(1, dtype=torch.int64, device=layers.device)
     if num_tokens:
-        words = wire.view(torch.uint8).view(torch.int64)
-        move_kv(cache, block_table, token_start, token_end, words, digest, pack=pack)
-    return digest
+        num_planes = num_layers * 2 * num_kv_heads
+        job = Job(wire.data_ptr(), num_planes, 0, num_tokens, token_start, 0)
+        jobs = torch.tensor([job], dtype=torch.int64, device=layers.device)
+        row = torch.zeros(1, ROW_WORDS, dtype=torch.int64, device=layers.device)
+        move_kv(words_of(layers), jobs, block_table, row, mix, 1, num_planes, num_tokens, pack=pack)
+    return mix

@@ -44,6 +44,8 @@ from pdserve.v1 import kv_pb2
 OFFER = struct.Struct(f"!{HANDLE_BYTES}s{NONCE_BYTES}sQ")
 """Handle of the sender's staging, the nonce at its start, its size."""
 MAX_PROBES = 256
+ALIGNMENT = 16
+"""Of the kernels' accesses."""
 
 
 class CudaIpcBackend:
@@ -256,7 +258,7 @@ class CudaIpcReceiver:
         """Announce every segment that is told of completely; returns how many bytes they were told in."""
         position = 0
         while (segment := next_told(told, position, self.max_segment_bytes, mapping.num_bytes)) is not None:
-            if segment.offset < HEAD_BYTES or segment.offset % 8:
+            if segment.offset < HEAD_BYTES or segment.offset % ALIGNMENT:
                 raise MalformedSegment(f"a segment at {segment.offset}: no slot begins there")
             if mapping.num_unread >= self._settings.max_queued_segments:
                 raise MalformedSegment(f"{mapping.num_unread} segments of this sender wait already")

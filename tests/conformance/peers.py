@@ -360,6 +360,10 @@ class SenderPeer(Peer):
         self.pool.cache.pack(table, *part, torch.frombuffer(out, dtype=torch.uint8), self.pool.dtype)
         return None
 
+    def start_copies(self) -> None:
+        assert self.copies is not None
+        self.copies.start()
+
     def transfer_done(self, request_id: str) -> None:
         self.end(request_id)
         self.tell("done", request_id)
@@ -447,6 +451,10 @@ class ReceiverPeer(Peer):
     ) -> DeviceCopy | None:
         wire = payload if self.copies is None else WireMemory(address_of(payload), len(payload))
         return self.pool.cache.unpack(self.pool.tables[request_id], *part, wire, getattr(torch, dtype))
+
+    def start_copies(self) -> None:
+        assert self.copies is not None
+        self.copies.start()
 
     def publish(self, request_id: str, first_output: bytes, moved: Moved) -> None:
         self.tell("published", request_id, self.pool.read(request_id, self.jobs[request_id].tokens), first_output)

@@ -99,7 +99,7 @@ def test_every_edge_of_the_table_is_taken() -> None:
 
 
 def take_any_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_transfer.receiver.key_of", lambda header: TransferKey(header.transfer_id, 2))
+    monkeypatch.setattr("kv_transfer.segment_intake.key_of", lambda header: TransferKey(header.transfer_id, 2))
     monkeypatch.setattr(ReceiveTransfer, "owns", lambda self, header, sender: self.is_open)
 
 

@@ -44,10 +44,11 @@ class Stream:
 
 
 class Wire:
-    """A tensor that says its size as ``WireMemory`` does: the interpreter takes nothing but tensors."""
+    """A tensor that says what ``WireMemory`` does: as arguments the interpreter takes nothing but tensors."""
 
     def __init__(self, words: torch.Tensor) -> None:
         self.words = words
+        self.address = words.data_ptr()
         self.num_bytes = words.nbytes
 
 
@@ -62,7 +63,7 @@ def played_device() -> Iterator[Stream]:
     def words(wire: Any) -> Any:
         return wire.words if isinstance(wire, Wire) else wire
 
-    move, copy = kv_copies.move_kv, kv_copies.copy_words
+    copy = kv_copies.copy_words
     with (
         mock.patch.multiple(
             torch.cuda,
@@ -73,7 +74,6 @@ def played_device() -> Iterator[Stream]:
             set_device=lambda device: None,
         ),
         mock.patch.object(torch, "zeros", host_zeros),
-        mock.patch.object(kv_copies, "move_kv", lambda *a, **k: move(*a[:4], words(a[4]), *a[5:], **k)),
         mock.patch.object(kv_copies, "copy_words", lambda w, *rest: copy(words(w), *rest)),
     ):
         yield steps
@@ -106,13 +106,18 @@ def check(sent: torch.dtype, kept: torch.dtype, blocks: tuple[int, int], tokens:
         sender, receiver = kv_copies.KVCopies(p._data), kv_copies.KVCopies(d._data)
         for _ in range(2 * kv_copies._DESKS):  # buffers are used again
             mark = sender.mark()
-            mix = sender.pack(p_table, *part, wire, mark).wait()  # type: ignore[arg-type]
+            copy = sender.pack(p_table, *part, wire, mark)  # type: ignore[arg-type]
+            sender.start()
+            mix = copy.wait()
             assert sender._stream.waited_for[-1] is mark  # type: ignore[attr-defined]
             assert torch.equal(wire.words.view(torch.uint8), expected)
             assert mix == block_mix64(expected.numpy().tobytes())
-            assert receiver.unpack(d_table, *part, wire, sent).wait() == mix  # type: ignore[arg-type]
+            copy = receiver.unpack(d_table, *part, wire, sent)  # type: ignore[arg-type]
+            receiver.start()
+            assert copy.wait() == mix
         receiver.join()
         assert steps.waited_for == [receiver._stream]
+        assert len(sender._free) == len(receiver._free) == kv_copies._DESKS
     other = KVCache(
         num_layers=LAYERS,
         num_blocks=d.num_blocks,
@@ -126,8 +131,49 @@ def check(sent: torch.dtype, kept: torch.dtype, blocks: tuple[int, int], tokens:
     assert torch.equal(d._data, other._data)
 
 
+def check_many(count: int) -> None:
+    """Pieces of several requests, of all sizes, asked for at once: each goes where it belongs, with its own digest."""
+    p, _ = make_cache(torch.bfloat16, 16)
+    d, _ = make_cache(torch.bfloat16, 8)
+    for layer in p.layers:
+        layer.normal_()
+    expected: list[tuple[torch.Tensor, Wire]] = []
+    with played_device():
+        sender, receiver = kv_copies.KVCopies(p._data), kv_copies.KVCopies(d._data)
+        packs, unpacks = [], []
+        for index in range(count):
+            start = index % p.block_size
+            part = (start, start + 1 + index % 9, index % 3, index % 3 + 1 + index % 2)
+            table = torch.randperm(p.num_blocks).tolist()
+            plain = torch.empty(p.packed_bytes(part[1] - part[0], part[3] - part[2], p.dtype), dtype=torch.uint8)
+            p.pack(table, *part, plain, p.dtype)
+            wire = Wire(torch.zeros(plain.nbytes // 8, dtype=torch.int64))
+            expected.append((plain, wire))
+            packs.append(sender.pack(table, *part, wire))  # type: ignore[arg-type]
+        assert not expected[-1][1].words.any()
+        sender.start()
+        for copy, (plain, wire) in zip(packs, expected, strict=True):
+            assert torch.equal(wire.words.view(torch.uint8), plain)
+            assert copy.wait() == block_mix64(plain.numpy().tobytes())
+        # A token of its own for each: nothing that one writes is another's.
+        for index, (plain, wire) in enumerate(expected[:TOKENS]):
+            words = Wire(wire.words[: receiver._words.shape[3] * receiver._words.shape[5] * 2].contiguous())
+            unpacks.append(receiver.unpack(list(range(d.num_blocks)), index, index + 1, 2, 3, words, d.dtype))  # type: ignore[arg-type]
+            expected[index] = (plain, words)
+        receiver.start()
+        for index, copy in enumerate(unpacks):
+            words = expected[index][1]
+            assert copy.wait() == block_mix64(words.words.numpy().tobytes())
+            written = torch.zeros(words.num_bytes, dtype=torch.uint8)
+            d.pack(list(range(d.num_blocks)), index, index + 1, 2, 3, written, d.dtype)
+            assert torch.equal(written, words.words.view(torch.uint8))
+        assert len(sender._free) >= kv_copies._DESKS
+        assert len(receiver._free) >= kv_copies._DESKS
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     check(torch.bfloat16, torch.bfloat16, (16, 8), (7, TOKENS))
     check(torch.float32, torch.bfloat16, (8, 16), (0, 33))
     check(torch.float16, torch.float32, (64, 16), (16, 17))
+    check_many(40)

@@ -19,7 +19,7 @@ from engine.kernels import elementwise, reference
 from engine.kernels.cascade_attention import CascadePlan
 from engine.kernels.cascade_plan import CascadeCost
 from engine.kernels.decode_attention import DecodePlan, paged_decode
-from engine.kernels.kv_pack import DIGEST_SLOTS, copy_words, digest_value, pack_kv, unpack_kv
+from engine.kernels.kv_pack import ROW_WORDS, copy_words, digest_value, pack_kv, unpack_kv
 from engine.kernels.noise import gumbel_noise, noise_key
 from engine.kernels.prefill_attention import paged_prefill
 from engine.kernels.sampling import DrawParams, TokenDrawer, penalise
@@ -333,10 +333,12 @@ def check_kv_pack(
     assert int((target != 0).sum()) == int((gathered != 0).sum())
     wire.view(torch.int64)[[0, 5]] = wire.view(torch.int64)[[5, 0]]  # misplaced words are noticed
     assert digest_value(unpack_kv(target[1:3], table, start, end, wire)) != digest
-    copied, sums = torch.zeros_like(wire), torch.zeros(DIGEST_SLOTS, dtype=torch.int64, device=device)
-    copy_words(wire.view(torch.int64), copied.view(torch.int64), sums)
+    copied, row = torch.zeros_like(wire), torch.zeros(ROW_WORDS, dtype=torch.int64, device=device)
+    mix = torch.zeros(1, dtype=torch.int64, device=device)
+    copy_words(wire.view(torch.int64), copied.view(torch.int64), row, mix)
     assert torch.equal(copied, wire)
-    assert digest_value(sums) == mix_words(wire.cpu().numpy().view(np.uint64))
+    assert digest_value(mix) == mix_words(wire.cpu().numpy().view(np.uint64))
+    assert not row.any()  # as it was, for the next one
 
 
 def _tiny(device: torch.device) -> dict[str, Callable[[], None]]:

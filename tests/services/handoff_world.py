@@ -167,6 +167,9 @@ class SenderPort:
         out[:] = data
         self.packs += 1
 
+    def start_copies(self) -> None:
+        raise AssertionError("no device copies here")
+
     def transfer_done(self, request_id: str) -> None:
         self._free(request_id)
         self.done.append(request_id)
@@ -220,6 +223,9 @@ class ReceiverPort:
     def write_kv(self, request_id: str, part: KVRange, payload: memoryview, dtype: str) -> None:
         target = self.reserved[request_id][part.layer_start : part.layer_end, :, :, part.token_start : part.token_end]
         target[...] = np.frombuffer(payload, dtype).reshape(target.shape)
+
+    def start_copies(self) -> None:
+        raise AssertionError("no device copies here")
 
     def publish(self, request_id: str, first_output: bytes, moved: Moved) -> None:
         self._end(request_id)

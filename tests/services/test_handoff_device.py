@@ -28,11 +28,20 @@ class Copy:
 
     def __init__(self, move: Callable[[], int]) -> None:
         self._move = move
+        self.is_started = False
         self.may_end = threading.Event()
 
     def wait(self) -> int:
+        assert self.is_started
         assert self.may_end.wait(10)
         return self._move()
+
+
+def start(copies: list[Copy]) -> None:
+    waiting = [copy for copy in copies if not copy.is_started]
+    assert waiting
+    for copy in waiting:
+        copy.is_started = True
 
 
 class SenderPort(handoff_world.SenderPort):
@@ -49,6 +58,9 @@ class SenderPort(handoff_world.SenderPort):
         self.copies.append(Copy(move))
         return self.copies[-1]
 
+    def start_copies(self) -> None:
+        start(self.copies)
+
 
 class ReceiverPort(handoff_world.ReceiverPort):
     copies: list[Copy]
@@ -63,6 +75,9 @@ class ReceiverPort(handoff_world.ReceiverPort):
 
         self.copies.append(Copy(move))
         return self.copies[-1]
+
+    def start_copies(self) -> None:
+        start(self.copies)
 
 
 class DeviceWorld(World):
