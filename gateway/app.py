@@ -118,14 +118,14 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway) -> None:
 
 
 def _add_operator_routes(app: FastAPI, gateway: Gateway, registry: CollectorRegistry) -> None:
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def get_health() -> Response:
         reason = gateway.not_ready_reason
         if reason is None:
             return JsonResponse({"status": "ready"})
         return JsonResponse({"status": "not_ready", "reason": reason}, status_code=503)
 
-    @app.get("/live")
+    @app.api_route("/live", methods=["GET", "HEAD"])
     async def get_live() -> Response:
         return JsonResponse({"status": "live"})
 

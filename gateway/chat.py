@@ -33,7 +33,9 @@ async def chat_choices(call: Call, request: ChatCompletionRequest) -> list[Choic
     gateway.check_model(request.model)
     gateway.check_choices(request.n or 1)
     messages = [message.for_template() for message in request.messages]
-    token_ids = await gateway.text.encode_chat(messages, **request.template_options)
+    token_ids = await gateway.text.encode_chat(
+        messages, max_tokens=gateway.model.max_model_len, **request.template_options
+    )
     asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     max_tokens = token_budget(gateway.model, len(token_ids), asked, None, "messages", gateway.routers.pool_tokens)
     logprobs = (request.top_logprobs or 0) if request.logprobs else None

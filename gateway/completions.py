@@ -42,7 +42,7 @@ async def _prompt(gateway: Gateway, request: CompletionRequest, given: str | lis
     """One prompt, tokenized and checked."""
     model = gateway.model
     if isinstance(given, str):
-        [token_ids] = await gateway.text.encode([given], request.add_special_tokens)
+        token_ids = await gateway.text.encode(given, request.add_special_tokens, model.max_model_len)
         text = given
     else:
         token_ids = list(check_token_ids(given, model, "prompt"))

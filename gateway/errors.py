@@ -22,6 +22,8 @@ from typing import Any
 from pdserve.v1 import inference_pb2 as pb
 
 RETRY_AFTER_S = 1.0
+MAX_MESSAGE_CHARS = 1000
+"""Of what a client is told: messages quote what it sent, and a gRPC status is a header with a limit of its own."""
 
 
 class GatewayError(Exception):
@@ -36,11 +38,11 @@ class GatewayError(Exception):
         param: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
+        message, self.param = _shortened(message), _shortened(param) if param else param
         super().__init__(message)
         self.status = status
         self.message = message
         self.code = code
-        self.param = param
         self.retry_after_s = retry_after_s
 
     @property
@@ -59,6 +61,10 @@ class GatewayError(Exception):
         return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
 
 
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_MESSAGE_CHARS else f"{text[:MAX_MESSAGE_CHARS]}... ({len(text)} characters)"
+
+
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> GatewayError:
     """The request cannot be served as it is."""
     return GatewayError(400, message, param=param, code=code)
@@ -75,6 +81,16 @@ def context_length_exceeded(max_model_len: int, prompt_tokens: int, max_tokens: 
         f"This model's maximum context length is {max_model_len} tokens. However, you requested "
         f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the {param}, {max_tokens} in the completion). "
         f"Please reduce the length of the {param} or of the completion.",
+        param,
+        "context_length_exceeded",
+    )
+
+
+def prompt_too_long(max_model_len: int, least_tokens: int, param: str) -> GatewayError:
+    """The prompt alone is more than the model takes, and so long that nobody counts exactly."""
+    return invalid(
+        f"This model's maximum context length is {max_model_len} tokens. However, the {param} has at least "
+        f"{least_tokens} tokens. Please reduce the length of the {param}.",
         param,
         "context_length_exceeded",
     )

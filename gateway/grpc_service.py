@@ -114,8 +114,7 @@ class InferenceService(gateway_pb2_grpc.InferenceServicer):
                 chat = translate.tokenize_chat_request(request)
                 messages = [message.for_template() for message in chat.messages]
                 return pb.TokenIds(ids=await gateway.text.encode_chat(messages, **chat.template_options))
-            [token_ids] = await gateway.text.encode([request.text], not request.skip_bos)
-            return pb.TokenIds(ids=token_ids)
+            return pb.TokenIds(ids=await gateway.text.encode(request.text, not request.skip_bos))
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         async with self._served("Detokenize", context):

@@ -7,6 +7,7 @@ silently ignored. Ranges are checked here; what depends on the model (ids, lengt
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -18,6 +19,8 @@ from gateway.errors import GatewayError, invalid, unsupported
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARS = 1024
 INT64 = 1 << 63
+_MODEL_NAME = re.compile(r"dictionary or instance of \w+|dictionary")
+"""Python's words, in pydantic's messages, for what is an object in JSON."""
 
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -113,6 +116,12 @@ class ContentPart(StrictModel):
         if isinstance(kind, str) and kind not in ("text", "refusal"):
             raise unsupported(f"messages[].content[].type={kind}", "this model takes text only")
         return data
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Self:
+        if (self.text if self.type == "text" else self.refusal) is None:
+            raise invalid(f"a content part of type {self.type!r} needs {self.type!r}", "messages")
+        return self
 
     @property
     def content(self) -> str:
@@ -305,7 +314,7 @@ def _explain(data: dict[str, Any], errors: Sequence[Mapping[str, Any]]) -> Gatew
     in_range = [error for error in same if not error["type"].endswith("_type")]
     if in_range:  # the type was right, the value was not
         same, param = in_range[:1], _param(data, in_range[0]["loc"])
-    reasons = list(dict.fromkeys(error["msg"] for error in same))
+    reasons = list(dict.fromkeys(_MODEL_NAME.sub("object", error["msg"]) for error in same))
     return invalid(f"Invalid {param!r}: {'; or: '.join(reasons[:3])}.", param)
 
 

@@ -17,6 +17,7 @@ from pdserve.v1 import inference_pb2 as pb
 
 Number = TypeVar("Number", int, float)
 _UINT64 = (1 << 64) - 1
+MAX_ID_DIGITS = 10
 
 
 def sampling_params(
@@ -95,7 +96,7 @@ def _given(value: Number | None, default: Number) -> Number:
 def _logit_bias(request: SamplingFields, model: ServedModel) -> dict[int, float]:
     bias: dict[int, float] = {}
     for key, value in (request.logit_bias or {}).items():
-        if not (key.isascii() and key.isdigit()):
+        if not (key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS):
             raise invalid(f"logit_bias has the key {key!r}: keys are token ids", "logit_bias")
         if int(key) >= model.vocab_size:
             raise _beyond_vocabulary(int(key), model, "logit_bias")

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from gateway.chat_template import TemplateRefusedError
-from gateway.errors import invalid
+from gateway.errors import invalid, prompt_too_long
 from gateway.model import ServedModel
 
 T = TypeVar("T")
@@ -39,15 +39,20 @@ class TextWorker:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def encode_chat(
-        self, messages: list[dict[str, Any]], add_special_tokens: bool = False, **options: Any
+        self,
+        messages: list[dict[str, Any]],
+        add_special_tokens: bool = False,
+        max_tokens: int | None = None,
+        **options: Any,
     ) -> list[int]:
-        """Messages to a prompt's token ids; ``options`` as for ChatTemplate.render. Raises GatewayError."""
+        """Messages to a prompt's token ids; ``options`` as for ChatTemplate.render. What cannot be ``max_tokens`` or
+        less is refused without tokenizing it, which would take seconds. Raises GatewayError."""
         template = self._model.chat_template
         if template is None:
             raise invalid("this model has no chat template: use /v1/completions", "messages")
 
         def work() -> list[int]:
-            return self._model.tokenizer.encode(template.render(messages, **options), add_special_tokens)
+            return self._encode(template.render(messages, **options), add_special_tokens, max_tokens, "messages")
 
         num_chars = sum(len(message.get("content") or "") for message in messages)
         try:
@@ -55,15 +60,21 @@ class TextWorker:
         except TemplateRefusedError as error:
             raise invalid(str(error), "messages") from error
 
-    async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text."""
-
-        def work() -> list[list[int]]:
-            return [self._model.tokenizer.encode(text, add_special_tokens) for text in texts]
-
-        return await self.run(sum(map(len, texts)) <= INLINE_CHARS, work)
+    async def encode(self, text: str, add_special_tokens: bool, max_tokens: int | None = None) -> list[int]:
+        """A text's token ids; ``max_tokens`` as of ``encode_chat``. Raises GatewayError."""
+        return await self.run(
+            len(text) <= INLINE_CHARS, lambda: self._encode(text, add_special_tokens, max_tokens, "prompt")
+        )
 
     async def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         return await self.run(
             len(token_ids) <= INLINE_TOKENS, lambda: self._model.tokenizer.decode(token_ids, skip_special_tokens)
         )
+
+    def _encode(self, text: str, add_special_tokens: bool, max_tokens: int | None, param: str) -> list[int]:
+        tokenizer = self._model.tokenizer
+        if max_tokens is not None and len(text) > max_tokens:
+            least = tokenizer.least_tokens(len(text))
+            if least > max_tokens:
+                raise prompt_too_long(max_tokens, least, param)
+        return tokenizer.encode(text, add_special_tokens)

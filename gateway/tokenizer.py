@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+
+MAX_COMPOSED = 4
+"""Characters that NFC makes one of, at most."""
 
 
 class Tokenizer:
@@ -35,6 +39,21 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         return cls(backend)
+
+    @cached_property
+    def max_chars_per_token(self) -> int | None:
+        """No token stands for more characters of a text; None where that is not known."""
+        state = json.loads(self._backend.to_str())
+        if _may_drop_text(state):
+            return None
+        longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)))
+        return longest * (
+            MAX_COMPOSED if '"type":"NFC"' in json.dumps(state["normalizer"], separators=(",", ":")) else 1
+        )
+
+    def least_tokens(self, num_chars: int) -> int:
+        """So many characters are at least so many tokens: known without tokenizing them."""
+        return num_chars // self.max_chars_per_token if self.max_chars_per_token else 0
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -65,6 +84,33 @@ def _byte_level_alphabet() -> dict[str, bytes]:
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): bytes([byte]) for byte in printable}
     return alphabet | {chr(256 + n): bytes([byte]) for n, byte in enumerate(others)}
+
+
+def _may_drop_text(state: dict[str, Any]) -> bool:
+    """Whether a tokenizer with this ``tokenizer.json`` may turn characters into no token: unless all of its steps are
+    among those that are known to keep each one."""
+
+    def steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
+        if part is None:
+            return []
+        parts: list[dict[str, Any]] = part.get("normalizers", part.get("pretokenizers", []))
+        return [step for inner in parts for step in steps(inner)] if part["type"] == "Sequence" else [part]
+
+    def keeps(step: dict[str, Any]) -> bool:
+        match step:
+            case {"type": "ByteLevel" | "Digits" | "Metaspace" | "NFC" | "Prepend"}:
+                return True
+            case {"type": "Split", "behavior": behavior}:
+                return bool(behavior != "Removed")
+            case {"type": "Replace", "pattern": {"String": pattern}, "content": content}:
+                return len(content) >= len(pattern)
+        return False
+
+    model = state["model"]
+    knows_all = model["type"] == "BPE" and not (model.get("fuse_unk") and not model.get("byte_fallback"))
+    swallows = any(token["lstrip"] or token["rstrip"] for token in state["added_tokens"])
+    all_steps = steps(state["normalizer"]) + steps(state["pre_tokenizer"])
+    return not knows_all or swallows or not all(map(keeps, all_steps))
 
 
 def _is_byte_level(decoder: Any) -> bool:

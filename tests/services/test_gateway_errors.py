@@ -93,6 +93,7 @@ async def test_wrong_values(http: httpx.AsyncClient, router: FakeRouter) -> None
             {"frequency_penalty": -2.5},
             {"logit_bias": {"5": 101}},
             {"logit_bias": {"five": 1}},
+            {"logit_bias": {"9" * 5000: 1}},
             {"logit_bias": {"1000000": 1}},
             {"seed": 1 << 70},
             {"stream": "yes"},
@@ -110,6 +111,10 @@ async def test_wrong_values(http: httpx.AsyncClient, router: FakeRouter) -> None
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": "hi"}, "messages"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "refusal", "text": "x"}]}]}, "messages"),
+        (CHAT, {"messages": ["hi"]}, "messages"),
+        (CHAT, {"u" * 40_000: 1}, "u" * 1000 + "... (40000 characters)"),
         (CHAT, {"messages": [{"role": "nobody", "content": "x"}]}, "messages[0].role"),
         (CHAT, {"messages": [{"role": "user", "content": "x", "colour": "red"}]}, "messages[0].colour"),
         (CHAT, {"max_tokens": 0}, "max_tokens"),
@@ -134,6 +139,8 @@ async def test_wrong_values(http: httpx.AsyncClient, router: FakeRouter) -> None
         assert error["param"].split(".")[0].split("[")[0] == param.split(".")[0].split("[")[0], (fields, error)
         if "." in param:
             assert error["param"] == param
+        assert len(error["message"]) < 1100, "what the client sent is not sent back whole"
+        assert "dictionary" not in error["message"], "Python's words"
         assert error["type"] == "invalid_request_error"
     assert not router.requests, "none of them reached a router"
 
@@ -264,6 +271,30 @@ async def test_context_length(http: httpx.AsyncClient, router: FakeRouter) -> No
     assert router.requests[-1].sampling.max_tokens == 6, "the default gives way to the context"
 
 
+async def test_what_can_never_fit_is_not_tokenized(
+    http: httpx.AsyncClient, model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long text may take seconds, in which other prompts would wait for the thread."""
+    longest = model.tokenizer.max_chars_per_token
+    assert longest is not None
+    tokenized: list[int] = []
+    encode = type(model.tokenizer).encode
+
+    def spy(self: Any, text: str, add_special_tokens: bool) -> list[int]:
+        tokenized.append(len(text))
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(type(model.tokenizer), "encode", spy)
+    text = "x" * 257 * longest
+    for path, fields in ((CHAT, {"messages": [{"role": "user", "content": text}]}), (COMPLETIONS, {"prompt": text})):
+        error = assert_error(await http.post(path, json=body_of(path, **fields)), 400, code="context_length_exceeded")
+        assert "at least 257" in error["message"] or "at least 258" in error["message"]
+        assert not tokenized
+    response = await http.post("/tokenize", json={"prompt": text})
+    assert response.status_code == 200, "who only counts may count more than the model takes"
+    assert response.json()["count"] >= 257
+
+
 async def test_bad_bodies_and_paths(http: httpx.AsyncClient) -> None:
     assert_error(await http.post(CHAT, content=b"{"), 400, code="invalid_json")
     assert_error(await http.post(CHAT, content=b"[]"), 400, code="invalid_json")
@@ -271,6 +302,7 @@ async def test_bad_bodies_and_paths(http: httpx.AsyncClient) -> None:
     assert_error(await http.post(CHAT, json=body_of(CHAT, user="x" * 60_000)), 413, code="request_too_large")
     assert_error(await http.get("/nowhere"), 404, code="not_found")
     assert_error(await http.get(CHAT), 405, code="method_not_allowed")
+    assert (await http.head("/live")).status_code == (await http.head("/health")).status_code == 200
     for value in ("0", "-1", "soon", "inf", "nan", "1e9"):
         response = await http.post(CHAT, json=body_of(CHAT), headers={"x-request-timeout-s": value})
         assert_error(response, 400, "x-request-timeout-s")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import normalizers, pre_tokenizers
 
 from gateway.detokenizer import IncrementalDetokenizer
 from gateway.tokenizer import Tokenizer
@@ -45,6 +47,26 @@ def test_pieces_are_the_whole(tokenizer: Tokenizer, text: str) -> None:
 def test_any_text(tokenizer: Tokenizer, text: str) -> None:
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     assert "".join(pieces(tokenizer, token_ids)) == tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@given(text=st.text(alphabet="helo wrdtsip👩你é\n", max_size=200))
+def test_a_text_has_at_least_so_many_tokens(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.least_tokens(len(text)) <= len(tokenizer.encode(text, add_special_tokens=False))
+    assert tokenizer.least_tokens(100_000) > 0
+
+
+@pytest.mark.parametrize("drops", ["normalizer", "pre_tokenizer", "added"])
+def test_where_text_may_vanish_its_length_says_nothing(drops: str) -> None:
+    backend = tokenizers.Tokenizer.from_str(BYTE_LEVEL._backend.to_str())
+    if drops == "normalizer":
+        backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])
+    elif drops == "pre_tokenizer":
+        backend.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    else:
+        backend.add_special_tokens([tokenizers.AddedToken("<|x|>", rstrip=True)])
+    assert Tokenizer(backend).least_tokens(10**9) == 0
+    assert Tokenizer(backend).max_chars_per_token is None
 
 
 @given(token_ids=st.lists(st.integers(0, BYTE_LEVEL.vocab_size - 1), max_size=60))
