@@ -101,16 +101,12 @@ class Client:
 
     def tokenize(self, text: str | Sequence[Message], *, skip_bos: bool = False) -> list[int]:
         """Token ids of a text, or of messages as the chat template writes them. Raises PdserveError."""
-        request = pb.TokenizeRequest(model=self._model, skip_bos=skip_bos)
-        if isinstance(text, str):
-            request.text = text
-        else:
-            request.messages.extend(requests.chat_messages(text))
+        request = requests.tokenize_request(text, self._model, skip_bos)
         return list(self._call(lambda stub, **call: stub.Tokenize(request, **call)).ids)
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """The text of token ids. Raises PdserveError."""
-        request = pb.DetokenizeRequest(model=self._model, token_ids=token_ids)
+        request = requests.detokenize_request(token_ids, self._model)
         return str(self._call(lambda stub, **call: stub.Detokenize(request, **call)).text)
 
     def close(self) -> None:
@@ -131,7 +127,7 @@ class Client:
 
     def _stream(self, request: Request, deadline_s: float | None, request_id: str) -> Stream:
         retries = Retries(self._policy, self._deadline_s if deadline_s is None else deadline_s)
-        progress = Progress(request, request_id or uuid.uuid4().hex)
+        progress = Progress(request, requests.request_id_or_new(request_id))
         return Stream(self._stub, self._endpoints, retries, progress, self._closed)
 
     def _stub(self, address: str) -> gateway_pb2_grpc.InferenceStub:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import secrets
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
+from pdserve.channel import MAX_MESSAGE_BYTES
 from pdserve.errors import InvalidRequestError
 from pdserve.v1 import gateway_pb2 as pb
 
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+Request = TypeVar("Request", pb.TextRequest, pb.ChatRequest, pb.TokenizeRequest, pb.DetokenizeRequest)
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]
 """{"role": ..., "content": ...}, optionally "name"."""
@@ -46,30 +52,76 @@ class Options(TypedDict, total=False):
 def text_request(prompt: Prompt, model: str, options: Options) -> pb.TextRequest:
     """Raises InvalidRequestError."""
     request = pb.TextRequest(model=model, options=_options(options))
-    if isinstance(prompt, str):
-        request.text = prompt
-        return request
     try:
-        request.tokens.ids.extend(prompt)
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.tokens.ids.extend(prompt)
+            request.tokens.SetInParent()  # an empty prompt is the server's to refuse
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"the prompt is neither text nor token ids: {error}", param="prompt") from error
-    request.tokens.SetInParent()  # an empty prompt is the server's to refuse
-    return request
+    return _bounded(request)
 
 
 def chat_request(messages: Iterable[Message], model: str, options: Options) -> pb.ChatRequest:
     """Raises InvalidRequestError."""
-    return pb.ChatRequest(model=model, messages=chat_messages(messages), options=_options(options))
+    return _bounded(pb.ChatRequest(model=model, messages=chat_messages(messages), options=_options(options)))
+
+
+def tokenize_request(text: str | Sequence[Message], model: str, skip_bos: bool) -> pb.TokenizeRequest:
+    """Raises InvalidRequestError."""
+    request = pb.TokenizeRequest(model=model, skip_bos=skip_bos)
+    if not isinstance(text, str):
+        request.messages.extend(chat_messages(text))
+        return _bounded(request)
+    try:
+        request.text = text
+    except ValueError as error:
+        raise InvalidRequestError(f"the text is no Unicode: {error}", param="text") from error
+    return _bounded(request)
+
+
+def detokenize_request(token_ids: Sequence[int], model: str) -> pb.DetokenizeRequest:
+    """Raises InvalidRequestError."""
+    try:
+        return _bounded(pb.DetokenizeRequest(model=model, token_ids=token_ids))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"these are no token ids: {error}", param="token_ids") from error
+
+
+def request_id_or_new(given: str) -> str:
+    """Raises InvalidRequestError for one that cannot be a header's value."""
+    if given and not _REQUEST_ID.fullmatch(given):
+        raise InvalidRequestError(
+            f"request_id {given[:64]!r} is not 1 to 128 printable ASCII characters without spaces", param="request_id"
+        )
+    return given or uuid.uuid4().hex
 
 
 def chat_messages(messages: Iterable[Message]) -> list[pb.ChatMessage]:
     """Raises InvalidRequestError."""
     try:
-        return [pb.ChatMessage(**message) for message in messages]
+        return [_chat_message(**message) for message in messages]
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(
             f"a message is not {{'role': text, 'content': text}}: {error}", param="messages"
         ) from error
+
+
+def _chat_message(*, role: str, content: str, name: str = "") -> pb.ChatMessage:
+    if content is None:  # protobuf would take it for an empty one
+        raise TypeError("content is None")
+    return pb.ChatMessage(role=role, content=content, name=name)
+
+
+def _bounded(request: Request) -> Request:
+    """gRPC would say that the server is overloaded."""
+    if (size := request.ByteSize()) > MAX_MESSAGE_BYTES:
+        raise InvalidRequestError(
+            f"the request has {size >> 20} MiB: a gateway takes no more than {MAX_MESSAGE_BYTES >> 20}",
+            code="request_too_large",
+        )
+    return request
 
 
 def _options(options: Options) -> pb.GenerationOptions:

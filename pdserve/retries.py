@@ -8,6 +8,7 @@ and never beyond the request's deadline.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -42,8 +43,8 @@ class Endpoints:
         if not self.addresses:
             raise ValueError("no endpoint given: use HOST:PORT of a gateway's gRPC server")
         for address in self.addresses:
-            if not address.rpartition(":")[2].isdigit():
-                raise ValueError(f"endpoint {address!r} is not HOST:PORT")
+            if address.startswith(("http://", "https://")) or not address.rpartition(":")[2].isdigit():
+                raise ValueError(f"endpoint {address!r} is not HOST:PORT: give the gateway's --grpc-port, no URL")
         self._current = random.randrange(len(self.addresses))
 
     @property
@@ -60,8 +61,8 @@ class Retries:
     """The tries of one request."""
 
     def __init__(self, policy: RetryPolicy, deadline_s: float) -> None:
-        if not deadline_s > 0:
-            raise ValueError(f"deadline_s={deadline_s} must be above 0")
+        if not 0 < deadline_s < math.inf:
+            raise ValueError(f"deadline_s={deadline_s} must be above 0, and not infinite")
         self.deadline_s = deadline_s
         self._policy = policy
         self._end_s = time.monotonic() + deadline_s

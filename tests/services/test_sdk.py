@@ -312,13 +312,32 @@ async def test_wrong_requests_are_typed(model: ServedModel, client: pdserve.Asyn
         await client.generate("x", maximum=1)  # type: ignore[call-arg]
     with pytest.raises(pdserve.InvalidRequestError, match="token ids"):
         await client.generate(5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="deadline_s"):
-        await client.generate("x", deadline_s=0)
+    for deadline_s in (0, -1, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="deadline_s"):
+            await client.generate("x", deadline_s=deadline_s)
+    for content in ({}, {"content": None}):
+        with pytest.raises(pdserve.InvalidRequestError, match="content"):
+            await client.chat([{"role": "user", **content}])  # type: ignore[list-item]
+    for surrogate in (client.generate("\ud800"), client.tokenize("\ud800"), client.detokenize([-1])):
+        with pytest.raises(pdserve.InvalidRequestError):
+            await surrogate
+    for request_id in ("two words", "é", "a" * 129, "line\n"):
+        with pytest.raises(pdserve.InvalidRequestError, match="request_id"):
+            await client.generate("x", request_id=request_id)
+    with pytest.raises(pdserve.InvalidRequestError, match="70 MiB") as large:
+        await client.generate("x" * (70 << 20))
+    assert not large.value.retryable, "it is not the server that is too busy"
+    for endpoint in ("http://127.0.0.1:8001", "localhost"):
+        with pytest.raises(ValueError, match="grpc-port"):
+            pdserve.AsyncClient(endpoint)
 
 
 async def test_another_model_is_refused(served: SdkGateway) -> None:
     async with pdserve.AsyncClient(served.address, model="another") as client:
         with pytest.raises(pdserve.ModelNotFoundError, match=MODEL_NAME):
+            await client.chat(HI)
+    async with pdserve.AsyncClient(served.address, model="m" * 100_000) as client:
+        with pytest.raises(pdserve.ModelNotFoundError, match="characters"):
             await client.chat(HI)
 
 
