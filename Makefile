@@ -35,9 +35,8 @@ check: .venv/dev.stamp  ## lint, format, types, who imports whom, generated code
 	$(PYTHON_BIN)/lint-imports
 	$(PYTHON_BIN)/python scripts/proto.py --check
 
-bench: .venv/dev.stamp  ## load on a cluster of this host (ARGS: flags of `pdserve bench serve`), then engines side by side
-	$(PYTHON_BIN)/python -m bench.local_serve $(ARGS)
-	$(PYTHON_BIN)/python -m bench.cpu_engines
+bench: .venv/dev.stamp  ## what this machine can measure, beside peers, limits and targets; ARGS="--list" names the parts
+	$(PYTHON_BIN)/python -m bench.targets $(ARGS)
 
 proto: .venv/dev.stamp  ## generate pdserve/v1 from protos/
 	$(PYTHON_BIN)/python scripts/proto.py
@@ -50,7 +49,7 @@ clean:  ## remove the virtual environment and the tools' caches
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
 
 .venv/serve.stamp: pyproject.toml scripts/setup.sh
-	@scripts/setup.sh serve
+	@scripts/setup.sh serve,bench
 	@touch $@
 
 .venv/dev.stamp: pyproject.toml scripts/setup.sh

@@ -14,7 +14,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -83,15 +83,20 @@ def main(
     streams: Annotated[int, typer.Option(help="Requests at once for the throughput.")] = 16,
     input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 256,
     output_len: Annotated[int, typer.Option(help="Tokens of an output.")] = 64,
+    output: Annotated[Path | None, typer.Option(help="JSON of all figures.")] = None,
 ) -> None:
     """One prefill and one decode worker against one aggregated worker."""
     load = ["--random-input-len", str(input_len), "--random-output-len", str(output_len)]
     base = measure(["--aggregated"], load, streams)
+    measured = {"aggregated": base}
     print(f"| cluster | tok/s at {streams} | TTFT at 1 | {' | '.join(PHASES.values())} |")
     print("| --- " * (3 + len(PHASES)) + "|")
     report("aggregated", base, base)
     for lane in lanes.split(","):
-        report(f"1 prefill + 1 decode, {lane}", measure(["--transfer", lane], load, streams), base)
+        measured[lane] = measure(["--transfer", lane], load, streams)
+        report(f"1 prefill + 1 decode, {lane}", measured[lane], base)
+    if output is not None:
+        output.write_text(json.dumps({name: asdict(figures) for name, figures in measured.items()}, indent=1))
 
 
 def report(name: str, figures: Figures, base: Figures) -> None:

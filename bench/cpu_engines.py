@@ -225,6 +225,7 @@ def main(
     output_tokens: int = 64,
     repeats: int = 3,
     timeout_s: float = 900.0,
+    output: Annotated[Path | None, typer.Option(help="JSON of all rows.")] = None,
     one: Annotated[str, typer.Option(hidden=True, help="Run this row in this process; print JSON.")] = "",
 ) -> None:
     """Print the table; progress on stderr."""
@@ -240,6 +241,7 @@ def main(
     table = Table(title=f"prompt {prompt_tokens}, output {output_tokens} tokens, greedy, best of {repeats}")
     for column in ("engine", "weights", "streams", "TTFT p50 ms", "TPOT ms", "out tok/s"):
         table.add_column(column, justify="left" if column == "engine" else "right")
+    rows: list[dict[str, Any]] = []
     for name in engines.split(","):
         for weights, path in _weights(name, model, dtypes, llama_gguf or []):
             for num in map(int, streams.split(",")):
@@ -252,6 +254,10 @@ def main(
                 )  # fmt: skip
                 cells = [row, "", ""] if isinstance(row, str) else [f"{value:.1f}" for value in asdict(row).values()]
                 table.add_row(name, weights, str(num), *cells)
+                figures = {"error": row} if isinstance(row, str) else asdict(row)
+                rows.append({"engine": name, "weights": weights, "streams": num, **figures})
+    if output is not None:
+        output.write_text(json.dumps(rows, indent=1))
     Console(width=120).print(table)
 
 

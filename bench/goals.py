@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-_LOWER_IS_BETTER = frozenset({"ms", "us", "s", "%"})
+_LOWER_IS_BETTER = frozenset({"ms", "us", "s", "%", "x TTFT"})
 
 
 class Goal(NamedTuple):

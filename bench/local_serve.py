@@ -1,4 +1,4 @@
-"""``bench serve`` against a cluster on this host: starts one with ``pdserve up``, measures, ends it (``make bench``).
+"""``bench serve`` against a cluster on this host: starts one with ``pdserve up``, measures, ends it.
 
 python -m bench.local_serve [--up-flags "--prefill 2"] [flags of bench serve ...]
 """

@@ -11,13 +11,15 @@ whatever else runs on the machine only takes away.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import select
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -210,12 +212,19 @@ def answer(conn: Connection) -> Any:
 def main(
     only: Annotated[str, typer.Option(help="Backends, separated by commas.")] = "shm,ucx,tcp",
     repeats: Annotated[int, typer.Option(help="Of each measurement.")] = 5,
+    output: Annotated[Path | None, typer.Option(help="JSON of all rates.")] = None,
 ) -> None:
     """GB/s of each way to move KV between two processes of this host."""
+    rates: dict[str, dict[str, float]] = {}
+
+    def print_row(title: str, figures: Sequence[float], idle: str = "") -> None:
+        rates[title] = dict(zip(SIZES, figures, strict=True))
+        print(f"| {title} | {' | '.join(f'{figure:.1f}' for figure in figures)} | {idle} |", flush=True)
+
     print(f"| path | {' | '.join(SIZES)} | idle CPU |")
     print("| --- |" + " --- |" * (len(SIZES) + 1))
-    row("memcpy, one process", lambda size: measure_memcpy(size, repeats))
-    row("raw TCP, blocking", lambda size: measure_raw_tcp(size, repeats))
+    print_row("memcpy, one process", [measure_memcpy(size, repeats) for size in SIZES.values()])
+    print_row("raw TCP, blocking", [measure_raw_tcp(size, repeats) for size in SIZES.values()])
     for name in only.split(","):
         figures = [measure_backend(name, size, repeats) for size in SIZES.values()]
         print_row(f"{name}, bytes only", [f[0] for f in figures], f"{max(f[2] for f in figures):.1%}")
@@ -224,19 +233,13 @@ def main(
 
     for title, measure in PEERS.items():
         try:
-            rates, idles = zip(*(measure(size, repeats) for size in SIZES.values()), strict=True)
+            moved, idles = zip(*(measure(size, repeats) for size in SIZES.values()), strict=True)
         except ImportError as error:
             print(f"| {title}, bytes only | not installed ({error}) |" + " |" * len(SIZES), flush=True)
         else:
-            print_row(f"{title}, bytes only", list(rates), f"{max(idles):.1%}")
-
-
-def row(title: str, measure: Callable[[int], float]) -> None:
-    print_row(title, [measure(size) for size in SIZES.values()])
-
-
-def print_row(title: str, rates: list[float], idle: str = "") -> None:
-    print(f"| {title} | {' | '.join(f'{rate:.1f}' for rate in rates)} | {idle} |", flush=True)
+            print_row(f"{title}, bytes only", moved, f"{max(idles):.1%}")
+    if output is not None:
+        output.write_text(json.dumps(rates, indent=1))
 
 
 if __name__ == "__main__":
