@@ -71,7 +71,7 @@ class CapturedForward:
 
     # --- as the seam of ``TritonKernels`` during a capture in pieces ---
 
-    def queries(self, q: torch.Tensor) -> torch.Tensor:
+    def queries(self) -> torch.Tensor:
         assert self._queries is not None
         return self._queries
 

@@ -21,6 +21,9 @@ Linear = Callable[[Normed], torch.Tensor]
 AddNorm = Callable[[torch.Tensor, torch.Tensor], tuple[Normed, torch.Tensor]]
 """``([T, in], [T, hidden]) -> (normed, [T, hidden])``. The second argument may be overwritten."""
 
+QKV = Callable[[Normed, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""``([T, hidden], positions [T], slot_mapping [T], kv_layer) -> rotated queries [T, H, D]``; writes keys and values."""
+
 
 class Kernels(Protocol):
     """See ``reference.py`` for the meaning of each kernel and of its arguments."""
@@ -49,6 +52,20 @@ class Kernels(Protocol):
 
         ``plain``: the normed rows are a tensor; otherwise only ``linear`` and ``gated_linear`` can read them.
         """
+        ...
+
+    def qkv_rope_kv_write(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        num_heads: int,
+        num_kv_heads: int,
+        cos_sin: torch.Tensor,
+        q_norm_weight: torch.Tensor | None = None,
+        k_norm_weight: torch.Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> QKV:
+        """The merged projections, ``weight`` [(H + 2K) * D, hidden] being q over k over v, then ``rope_kv_write``."""
         ...
 
     def fused_add_rms_norm(
@@ -80,6 +97,33 @@ class Kernels(Protocol):
         max_q_len: int,
         window: int | None = None,
     ) -> torch.Tensor: ...
+
+
+def compose_qkv(
+    kernels: Kernels,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    cos_sin: torch.Tensor,
+    q_norm_weight: torch.Tensor | None,
+    k_norm_weight: torch.Tensor | None,
+    eps: float,
+) -> QKV:
+    """``Kernels.qkv_rope_kv_write`` of a backend's ``linear`` and ``rope_kv_write``."""
+    multiply = kernels.linear(weight, bias)
+    head_dim = weight.shape[0] // (num_heads + 2 * num_kv_heads)
+    bounds = (num_heads, num_heads + num_kv_heads)
+
+    def run(
+        normed: Normed, positions: torch.Tensor, slot_mapping: torch.Tensor, kv_layer: torch.Tensor
+    ) -> torch.Tensor:
+        q, k, v = multiply(normed).view(len(normed), -1, head_dim).tensor_split(bounds, dim=1)
+        return kernels.rope_kv_write(
+            q, k, v, cos_sin, positions, slot_mapping, kv_layer, q_norm_weight, k_norm_weight, eps
+        )
+
+    return run
 
 
 BACKENDS = {

@@ -11,7 +11,7 @@ from ctypes import byref, c_float, c_int, c_long, c_void_p
 
 import torch
 
-from engine.kernels import AddNorm, Linear
+from engine.kernels import QKV, AddNorm, Linear, compose_qkv
 from engine.kernels.native_build import load_library
 from engine.kernels.torch_cpu import TorchKernels
 
@@ -125,6 +125,19 @@ class NativeKernels:
     ) -> AddNorm:
         multiply = self.linear(weight, bias)
         return lambda x, residual: self.fused_add_rms_norm(multiply(x), residual, norm_weight, eps)
+
+    def qkv_rope_kv_write(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        num_heads: int,
+        num_kv_heads: int,
+        cos_sin: torch.Tensor,
+        q_norm_weight: torch.Tensor | None = None,
+        k_norm_weight: torch.Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> QKV:
+        return compose_qkv(self, weight, bias, num_heads, num_kv_heads, cos_sin, q_norm_weight, k_norm_weight, eps)
 
     def fused_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float

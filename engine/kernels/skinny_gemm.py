@@ -30,6 +30,49 @@ from engine.kernels.dependent_launch import await_inputs, pdl
 MAX_ROWS = 64
 
 
+@triton.jit
+def prefetch_weights(w_ptr, offsets, first, PER_SPLIT: tl.constexpr, LINES_AHEAD: tl.constexpr):
+    """Weights are nobody's output: fetch the first ones into the cache while the kernel before still runs."""
+    ahead = first + tl.minimum(tl.arange(0, LINES_AHEAD) * 64, PER_SPLIT - 1)
+    lines = w_ptr + offsets[:, None] + ahead[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def norm_scale(squares_ptr, m, eps, K: tl.constexpr, SQUARES: tl.constexpr, ROW_STRIDE: tl.constexpr):
+    """[BLOCK_M]: what a ``DeferredNorm`` still lacks."""
+    s = tl.arange(0, triton.next_power_of_2(SQUARES))
+    squares = tl.load(squares_ptr + s[:, None] * ROW_STRIDE + m[None, :], mask=s[:, None] < SQUARES, other=0.0)
+    return tl.math.rsqrt(tl.sum(squares, 0) / K + eps)
+
+
+@triton.jit
+def multiply(
+    x_ptr, w_ptr, w_desc, offsets, pair, row, m, M, stride_x, first,
+    PER_SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+    PAIRED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_N, BLOCK_M] of rows of w at ``offsets``. The descriptor finds them at ``row`` on, of pair and pair + 1."""
+    kk = tl.arange(0, BLOCK_K)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for k in tl.range(first, first + PER_SPLIT, BLOCK_K, num_stages=STAGES):
+        if TMA:
+            w = w_desc.load([pair, row, k]).reshape(BLOCK_N, BLOCK_K) if PAIRED else w_desc.load([row, k])
+        else:
+            w = tl.load(w_ptr + offsets[:, None] + (k + kk)[None, :])
+        x = tl.load(x_ptr + m[:, None] * stride_x + (k + kk)[None, :], mask=m[:, None] < M, other=0.0)
+        acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def both_of_pair(acc, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr):
+    """The first and the second COLUMNS rows of acc."""
+    return acc.reshape(2, COLUMNS, BLOCK_M).permute(1, 2, 0).split()
+
+
 @triton.jit(do_not_specialize=["M"])
 def _skinny_kernel(
     x_ptr, squares_ptr, w_ptr, w_desc, bias_ptr, y_ptr, norm_weight_ptr, scaled_ptr, out_squares_ptr, partial_ptr,
@@ -45,34 +88,19 @@ def _skinny_kernel(
     COLUMNS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # of y
     n = tile * COLUMNS + tl.arange(0, COLUMNS)
     m = tl.arange(0, BLOCK_M)
-    kk = tl.arange(0, BLOCK_K)
     cell_n = tl.arange(0, BLOCK_N)
     row = tl.minimum(tile * COLUMNS + cell_n % COLUMNS, N - 1) + cell_n // COLUMNS * N
-    rows = row.to(tl.int64) * stride_w
+    offsets = row.to(tl.int64) * stride_w
     first = split * PER_SPLIT
     if PDL:
-        # Weights are nobody's output: fetch the first ones into the cache while the kernel before still runs.
-        ahead = tl.minimum(first + tl.arange(0, LINES_AHEAD) * 64, K - 1)
-        lines = w_ptr + rows[:, None] + ahead[None, :]
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
-        )
+        prefetch_weights(w_ptr, offsets, first, PER_SPLIT, LINES_AHEAD)
     await_inputs(PDL)
     if SQUARES:
-        s = tl.arange(0, triton.next_power_of_2(SQUARES))
-        squares = tl.load(squares_ptr + s[:, None] * ROW_STRIDE + m[None, :], mask=s[:, None] < SQUARES, other=0.0)
-        scale = tl.math.rsqrt(tl.sum(squares, 0) / K + eps)
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for k in tl.range(first, first + PER_SPLIT, BLOCK_K, num_stages=STAGES):
-        if TMA:
-            if GATED:
-                w = w_desc.load([0, tile * COLUMNS, k]).reshape(BLOCK_N, BLOCK_K)
-            else:
-                w = w_desc.load([tile * BLOCK_N, k])
-        else:
-            w = tl.load(w_ptr + rows[:, None] + (k + kk)[None, :])
-        x = tl.load(x_ptr + m[:, None] * stride_x + (k + kk)[None, :], mask=m[:, None] < M, other=0.0)
-        acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+        scale = norm_scale(squares_ptr, m, eps, K, SQUARES, ROW_STRIDE)
+    acc = multiply(
+        x_ptr, w_ptr, w_desc, offsets, 0, tile * COLUMNS, m, M, stride_x, first,
+        PER_SPLIT, BLOCK_M, BLOCK_N, BLOCK_K, TMA, GATED, STAGES,
+    )  # fmt: skip
     # A split's partial is [BLOCK_N, BLOCK_M], contiguous for the program that writes it and the one that sums.
     cell = cell_n[:, None] * BLOCK_M + m[None, :]
     final = True
@@ -92,7 +120,7 @@ def _skinny_kernel(
         if BIAS:
             acc += tl.load(bias_ptr + row).to(tl.float32)[:, None]
         if GATED:
-            gate, up = acc.reshape(2, COLUMNS, BLOCK_M).permute(1, 2, 0).split()
+            gate, up = both_of_pair(acc, BLOCK_M, COLUMNS)
             out = tl.trans(gate / (1.0 + tl.exp(-gate)) * up)
         else:
             out = tl.trans(acc)
@@ -224,5 +252,6 @@ class SkinnyLinear:
             K=k, BLOCK_M=max(16, triton.next_power_of_2(rows)), BLOCK_N=t.block_n, BLOCK_K=t.block_k, SPLIT=t.split,
             TMA=t.tma, BIAS=self.bias is not None, GATED=self.gated, ADD_NORM=out is not None,
             SQUARES=0 if deferred is None else len(deferred.squares), ROW_STRIDE=MAX_ROWS, STAGES=t.num_stages,
-            LINES_AHEAD=t.lines_ahead, num_warps=t.num_warps, **pdl(a.device),
+            LINES_AHEAD=min(t.lines_ahead, triton.next_power_of_2(triton.cdiv(k // t.split, 64))),
+            num_warps=t.num_warps, **pdl(a.device),
         )  # fmt: skip

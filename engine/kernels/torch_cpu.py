@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from engine.kernels import AddNorm, Linear, reference
+from engine.kernels import QKV, AddNorm, Linear, compose_qkv, reference
 
 # Weights are packed for about this many rows: best or equal at every batch size tried (1 to 512).
 _PACK_ROWS = 256
@@ -49,6 +49,19 @@ class TorchKernels:
     ) -> AddNorm:
         multiply = self.linear(weight, bias)
         return lambda x, residual: self.fused_add_rms_norm(multiply(x), residual, norm_weight, eps)
+
+    def qkv_rope_kv_write(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        num_heads: int,
+        num_kv_heads: int,
+        cos_sin: torch.Tensor,
+        q_norm_weight: torch.Tensor | None = None,
+        k_norm_weight: torch.Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> QKV:
+        return compose_qkv(self, weight, bias, num_heads, num_kv_heads, cos_sin, q_norm_weight, k_norm_weight, eps)
 
     def fused_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float

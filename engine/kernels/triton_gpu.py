@@ -17,11 +17,12 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from engine.kernels import AddNorm, Linear, Normed, elementwise
+from engine.kernels import QKV, AddNorm, Linear, Normed, compose_qkv, elementwise
 from engine.kernels.cascade_attention import CascadePlan
 from engine.kernels.decode_attention import DecodePlan, paged_decode
 from engine.kernels.prefill_attention import paged_prefill
 from engine.kernels.skinny_gemm import SkinnyLinear, SkinnyTiling
+from engine.kernels.skinny_qkv import SkinnyQKV
 
 # Measured on an H200: up to this many rows the own product is as fast as cuBLAS or up to 12 % faster, and it fetches
 # weights while the kernel before it still runs.
@@ -35,8 +36,8 @@ _HALF = (torch.bfloat16, torch.float16)
 class AttentionSeam(Protocol):
     """What a capture puts in attention's place."""
 
-    def queries(self, q: torch.Tensor) -> torch.Tensor:
-        """Where the rotated queries, shaped like ``q``, go."""
+    def queries(self) -> torch.Tensor:
+        """Where the rotated queries of the batch go."""
         ...
 
     def attend(self, kv_layer: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
@@ -121,6 +122,35 @@ class TritonKernels:
 
         return run
 
+    def qkv_rope_kv_write(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        num_heads: int,
+        num_kv_heads: int,
+        cos_sin: torch.Tensor,
+        q_norm_weight: torch.Tensor | None = None,
+        k_norm_weight: torch.Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> QKV:
+        many = compose_qkv(self, weight, bias, num_heads, num_kv_heads, cos_sin, q_norm_weight, k_norm_weight, eps)
+        tiling = _tiling(weight)
+        half = weight.shape[0] // (num_heads + 2 * num_kv_heads) // 2
+        normed_heads = q_norm_weight is not None or k_norm_weight is not None
+        if tiling is None or tiling.split > 1 or half % (tiling.block_n // 2) or normed_heads:
+            return many
+        skinny = SkinnyQKV(weight, bias, num_heads, num_kv_heads, cos_sin, tiling)
+
+        def run(
+            normed: Normed, positions: torch.Tensor, slot_mapping: torch.Tensor, kv_layer: torch.Tensor
+        ) -> torch.Tensor:
+            if len(normed) > _SKINNY_ROWS:
+                return many(normed, positions, slot_mapping, kv_layer)
+            out = None if self.seam is None else self.seam.queries()
+            return skinny(normed, positions, slot_mapping, kv_layer, out)
+
+        return run
+
     def fused_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,7 +172,7 @@ class TritonKernels:
         k_norm_weight: torch.Tensor | None = None,
         eps: float = 1e-6,
     ) -> torch.Tensor:
-        out = None if self.seam is None else self.seam.queries(q)
+        out = None if self.seam is None else self.seam.queries()
         return elementwise.rope_kv_write(
             q, k, v, cos_sin, positions, slot_mapping, kv_layer, q_norm_weight, k_norm_weight, eps, out
         )
@@ -206,16 +236,20 @@ class TritonKernels:
         paged_decode(q, kv_layer, block_table, seq_lens, scale, plan, out)
 
 
-def _skinny(
-    weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None, *, gated: bool = False
-) -> SkinnyLinear | None:
-    """Our own product for few rows, where there is one."""
+def _tiling(weight: torch.Tensor) -> SkinnyTiling | None:
+    """How our own product for few rows cuts this weight, if it can."""
     outputs, inputs = weight.shape
     if inputs % _SKINNY_BLOCK_K or weight.dtype not in _HALF or weight.device.type != "cuda":
         return None
     split = 4 if outputs <= _SKINNY_FEW_OUTPUTS and inputs % (4 * _SKINNY_BLOCK_K) == 0 else 1
-    tiling = SkinnyTiling(64, _SKINNY_BLOCK_K, split, num_stages=4, num_warps=4, tma=True)
-    return SkinnyLinear(weight, bias, tiling, out_dtype, gated=gated)
+    return SkinnyTiling(64, _SKINNY_BLOCK_K, split, num_stages=4, num_warps=4, tma=True)
+
+
+def _skinny(
+    weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None, *, gated: bool = False
+) -> SkinnyLinear | None:
+    tiling = _tiling(weight)
+    return None if tiling is None else SkinnyLinear(weight, bias, tiling, out_dtype, gated=gated)
 
 
 def _by_rows(skinny: SkinnyLinear, multiply: Linear) -> Linear:

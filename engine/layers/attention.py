@@ -20,23 +20,24 @@ class Attention:
         self, config: ModelConfig, layer: int, weights: Weights, kernels: Kernels, cos_sin: torch.Tensor
     ) -> None:
         self._kernels = kernels
-        self._cos_sin = cos_sin
-        self._num_heads = config.num_heads
-        self._num_kv_heads = config.num_kv_heads
-        self._head_dim = config.head_dim
         self._scale = config.head_dim**-0.5
         self._window = config.windows[layer]
-        self._eps = config.rms_norm_eps
 
         prefix = f"model.layers.{layer}.self_attn."
         q_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
         sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self._qkv = kernels.linear(
+        self._qkv = kernels.qkv_rope_kv_write(
             torch.cat([weights.take(f"{prefix}{name}.weight", (n, config.hidden_size)) for name, n in sizes.items()]),
             torch.cat([weights.take(f"{prefix}{name}.bias", (n,)) for name, n in sizes.items()])
             if config.qkv_bias
             else None,
+            config.num_heads,
+            config.num_kv_heads,
+            cos_sin,
+            weights.take(f"{prefix}q_norm.weight", (config.head_dim,)) if config.qk_norm else None,
+            weights.take(f"{prefix}k_norm.weight", (config.head_dim,)) if config.qk_norm else None,
+            config.rms_norm_eps,
         )
         self._o = kernels.linear_add_norm(
             weights.take(f"{prefix}o_proj.weight", (config.hidden_size, q_size)),
@@ -45,25 +46,10 @@ class Attention:
             config.rms_norm_eps,
             plain=False,
         )
-        self._q_norm = weights.take(f"{prefix}q_norm.weight", (config.head_dim,)) if config.qk_norm else None
-        self._k_norm = weights.take(f"{prefix}k_norm.weight", (config.head_dim,)) if config.qk_norm else None
 
     def mix(self, normed: Normed, batch: ForwardBatch, kv_layer: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, heads * head_dim]; writes the tokens' keys and values into ``kv_layer``."""
-        heads = self._qkv(normed).view(len(normed), -1, self._head_dim)
-        q, k, v = heads.tensor_split((self._num_heads, self._num_heads + self._num_kv_heads), dim=1)
-        q = self._kernels.rope_kv_write(
-            q,
-            k,
-            v,
-            self._cos_sin,
-            batch.positions,
-            batch.slot_mapping,
-            kv_layer,
-            self._q_norm,
-            self._k_norm,
-            self._eps,
-        )
+        q = self._qkv(normed, batch.positions, batch.slot_mapping, kv_layer)
         mixed = self._kernels.paged_attention(
             q,
             kv_layer,

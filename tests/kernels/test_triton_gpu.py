@@ -84,12 +84,15 @@ def test_skinny_product(rows: int, tiling: SkinnyTiling | None) -> None:
 
 @pytest.mark.parametrize("rows", [1, 5, 32])
 @pytest.mark.parametrize(
-    "tiling", [SkinnyTiling(64, 256, tma=True), SkinnyTiling(64, 128, split=4, tma=True), SkinnyTiling(64, 128, 2)]
+    "tiling", [SkinnyTiling(64, 256, tma=True), SkinnyTiling(64, 128, split=4, tma=True), SkinnyTiling(64, 128)]
 )
 def test_products_with_what_stands_between_them(rows: int, tiling: SkinnyTiling) -> None:
     checks.check_gated(CUDA, BF16, (rows, 1000, 2048), tiling)
     checks.check_gated(CUDA, F16, (rows, 3072, 1024), tiling)
     checks.check_add_norm(CUDA, BF16, (rows, 1024, 2048), tiling)
+    if tiling.split == 1:
+        checks.check_qkv(CUDA, BF16, rows, 2048, (32, 8, 128), 64, tiling)
+        checks.check_qkv(CUDA, F16, rows, 1024, (8, 2, 64), 16, tiling)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
@@ -98,15 +101,18 @@ def test_products_with_what_stands_between_them(rows: int, tiling: SkinnyTiling)
 def test_a_layer_of_products_through_the_backend(dtype: torch.dtype, hidden: int, inner: int, bias: bool) -> None:
     """Own products and the library's, whichever serve that many rows."""
     kernels = TritonKernels()
-    narrow = {"dtype": dtype, "device": CUDA}
-    up, up_bias = checks.randn(2 * inner, hidden, **narrow) * hidden**-0.5, checks.randn(2 * inner, **narrow)
-    down, down_bias = checks.randn(hidden, inner, **narrow) * inner**-0.5, checks.randn(hidden, **narrow)
-    norm_weight = checks.randn(hidden, **narrow)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return checks.randn(*shape, dtype=dtype, device=CUDA)
+
+    up, up_bias = randn(2 * inner, hidden) * hidden**-0.5, randn(2 * inner)
+    down, down_bias = randn(hidden, inner) * inner**-0.5, randn(hidden)
+    norm_weight = randn(hidden)
     gated = kernels.gated_linear(up, up_bias if bias else None)
     for plain in (False, True):
         add_norm = kernels.linear_add_norm(down, down_bias if bias else None, norm_weight, 1e-5, plain=plain)
         for rows in (1, 32, 33, 300):
-            x, residual = checks.randn(rows, inner, **narrow), checks.randn(rows, hidden, **narrow)
+            x, residual = randn(rows, inner), randn(rows, hidden)
             total = residual.double() + x.double() @ down.double().T + (down_bias.double() if bias else 0.0)
             normed, stream = add_norm(x, residual)
             assert checks.relative_error(stream, total) < checks.tolerance(dtype)

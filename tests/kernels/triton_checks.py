@@ -23,7 +23,8 @@ from engine.kernels.kv_pack import ROW_WORDS, copy_words, digest_value, pack_kv,
 from engine.kernels.noise import gumbel_noise, noise_key
 from engine.kernels.prefill_attention import paged_prefill
 from engine.kernels.sampling import DrawParams, TokenDrawer, penalise
-from engine.kernels.skinny_gemm import SkinnyLinear, SkinnyTiling
+from engine.kernels.skinny_gemm import MAX_ROWS, DeferredNorm, SkinnyLinear, SkinnyTiling
+from engine.kernels.skinny_qkv import SkinnyQKV
 from kv_transfer.block_mix import mix_words
 
 NAN = float("nan")
@@ -190,6 +191,43 @@ def check_rope(
     out = elementwise.rope_kv_write(q, k, v, cos_sin, positions, slots, kv, *weights)
     assert relative_error(out, expected) < tolerance(dtype)
     assert relative_error(kv, wide_kv) < tolerance(dtype)
+
+
+def check_qkv(
+    device: torch.device, dtype: torch.dtype, rows: int, hidden: int, heads: tuple[int, int, int], block_size: int,
+    tiling: SkinnyTiling,
+) -> None:  # fmt: skip
+    """From rows, and from rows whose norm is deferred, with and without bias; a row of padding."""
+    num_heads, num_kv_heads, head_dim = heads
+    outputs = (num_heads + 2 * num_kv_heads) * head_dim
+    weight = randn(outputs, hidden, dtype=dtype, device=device) * hidden**-0.5
+    bias = randn(outputs, dtype=dtype, device=device)
+    x, cos_sin = randn(rows, hidden, dtype=dtype, device=device), torch.randn(50, head_dim, device=device)
+    squares = torch.full((8, MAX_ROWS), NAN, device=device)
+    squares[:, :rows] = x.float().square().sum(1) / 8
+    normed = reference.rms_norm(x.double(), torch.ones(hidden, device=device).double(), 1e-5)
+    positions = torch.randint(50, (rows,), device=device)
+    cache = randn(rows // block_size + 2, 2, num_kv_heads, block_size, head_dim, dtype=dtype, device=device)
+    slots = torch.randperm(cache.shape[0] * block_size, device=device)[:rows]
+    padding = torch.arange(rows, device=device) == rows // 2
+    for b, given, plain in ((None, x, x.double()), (bias, DeferredNorm(x, squares, 1e-5), normed)):
+        product = plain @ weight.double().T + (0.0 if b is None else b.double())
+        q, k, v = product.view(rows, -1, head_dim).split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        wide = cache.double()
+        rest = (cos_sin.double(), positions, slots)
+        expected = reference.rope_kv_write(q, k, v, *rest, wide.clone())
+        real = ~padding
+        reference.rope_kv_write(q[real], k[real], v[real], rest[0], positions[real], slots[real], wide)
+        kv = cache.clone()
+        out = torch.full((rows, num_heads, head_dim), NAN, dtype=dtype, device=device)
+        qkv = SkinnyQKV(weight, b, num_heads, num_kv_heads, cos_sin, tiling)
+        qkv(given, positions, torch.where(padding, -1, slots), kv, out)
+        assert relative_error(out, expected) < tolerance(dtype)
+        assert relative_error(kv, wide) < tolerance(dtype)
+        untouched = torch.ones(kv.shape[0] * block_size, dtype=torch.bool, device=device)
+        untouched[slots[real]] = False
+        old, new = (layer.permute(0, 3, 1, 2, 4).flatten(0, 1)[untouched] for layer in (cache, kv))
+        assert torch.equal(old, new)
 
 
 def check_skinny(
@@ -375,6 +413,8 @@ def _tiny(device: torch.device) -> dict[str, Callable[[], None]]:
         check_gated(device, f32, (17, 33, 96), None)
         check_add_norm(device, f32, (3, 192, 64), SkinnyTiling(16, 32, 2))
         check_add_norm(device, f32, (17, 96, 64), SkinnyTiling(16, 32, tma=True))
+        check_qkv(device, f32, 5, 64, (4, 2, 32), 16, SkinnyTiling(16, 32))
+        check_qkv(device, f32, 17, 64, (3, 1, 16), 4, SkinnyTiling(16, 32, tma=True))
 
     def sampling() -> None:
         check_sampling(device, f32, 1500, 64, seed=3)
@@ -393,6 +433,7 @@ def _tiny(device: torch.device) -> dict[str, Callable[[], None]]:
         check_skinny(device, bf16, (3, 100, 512), SkinnyTiling(64, 256, tma=True, num_stages=4))
         check_gated(device, bf16, (3, 100, 512), SkinnyTiling(64, 256, tma=True, num_stages=4))
         check_add_norm(device, bf16, (3, 256, 512), SkinnyTiling(64, 256, tma=True, num_stages=4))
+        check_qkv(device, bf16, 3, 512, (4, 2, 128), 64, SkinnyTiling(64, 256, tma=True, num_stages=4))
 
     checks = (decode, prefill, cascade, between, skinny, fused, sampling, kv_pack, hopper)
     return {check.__name__: check for check in checks}
