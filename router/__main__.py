@@ -22,7 +22,7 @@ def main(
     router_id: Annotated[str, typer.Option(help="name of this router; empty: from host and process id")] = "",
     policy: Annotated[str, typer.Option(help=", ".join(sorted(POLICIES)))] = DEFAULT_POLICY,
     local_prefill_tokens: Annotated[
-        int, typer.Option(help="prompts with fewer uncached tokens skip the prefill workers; 0: none does")
+        int, typer.Option(help="prompts with fewer uncached tokens skip the prefill workers; 0: none ever does")
     ] = DEFAULT_LOCAL_PREFILL_TOKENS,
     max_open_requests: Annotated[int, typer.Option(help="more are refused as overloaded")] = 4096,
     max_queued_tokens: Annotated[

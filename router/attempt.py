@@ -108,10 +108,12 @@ class Attempt:
 
     def _learn(self, output: pb.Output) -> None:
         """What the workers say of this request's way to its first token says how fast they are."""
-        prefiller = (self.prefill or self.decode).load
+        charge = self._prefill_charge or self._decode_charge
+        prefiller = charge.worker.load
         computed = self._num_tokens - output.cached_tokens
         # Beside others it would say how busy they are, and a short prompt, how long a step takes at least.
-        if self._is_alone and prefiller.own_requests == 1 and computed >= MIN_LEARNED_TOKENS:
+        # The prefill worker may have said already that it is done with this one.
+        if self._is_alone and prefiller.own_requests == charge.requests and computed >= MIN_LEARNED_TOKENS:
             prefiller.prefill.observe(computed, output.phases.prefill_s)
         if self.prefill is not None:
             self.decode.load.exposed.observe(output.sent_kv_tokens, output.phases.transfer_s)

@@ -23,7 +23,8 @@ class RouterConfig:
     """Empty: made from host name and process id."""
     policy: str = DEFAULT_POLICY
     local_prefill_tokens: int = DEFAULT_LOCAL_PREFILL_TOKENS
-    """Prompts with fewer uncached tokens are prefilled by the decode worker itself; 0: always by a prefill worker."""
+    """Prompts with fewer uncached tokens are prefilled by the decode worker itself; 0: always by a prefill worker,
+    also while decode workers that offer to help have time and all prefill workers are busy."""
     max_open_requests: int = 4096
     """More are refused as overloaded."""
     max_queued_tokens: int = 0

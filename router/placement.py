@@ -3,7 +3,8 @@
 A request prefers, in this order: a prefill and a decode worker that it has not failed on; a worker that does both; the
 same two again for workers that it has failed on. Requests of one group (the n choices of a prompt) go to the same pair
 as long as it can take them, so that they share its prefix. Prompts of which a decode worker lacks less than
-``local_prefill_tokens`` are left to that worker, as long as it is hardly busier than the others. Queues have a limit:
+``local_prefill_tokens`` are left to that worker, as long as it is hardly busier than the others; and any prompt is left
+to one that has time for it while the prefill workers have a queue (``policies.shared_prefill``). Queues have a limit:
 beyond it requests are refused with a hint.
 """
 
@@ -20,6 +21,7 @@ from router.breaker import Breakers, WorkerKey
 from router.chain_memo import ChainMemo
 from router.config import RouterConfig
 from router.policies.base import Choice, Policy, Pool, PromptInfo
+from router.policies.shared_prefill import SharedPrefill
 from router.prefix_index import PrefixIndex
 from router.prompt import FIRST_UNITS, ModelKind, RoutedPrompt
 from router.workers import Worker, Workers
@@ -49,7 +51,8 @@ class Placement:
     prefill: Worker | None
     decode: Worker
     cause: str = ""
-    """Why there is no prefill worker: short_prompt | aggregated | no_prefill_worker | handoffs_failed."""
+    """Why there is no prefill worker:
+    short_prompt | prefill_busy | aggregated | no_prefill_worker | handoffs_failed."""
     is_second_try: bool = False
     """It has failed on one of these workers before."""
     prefill_cached_tokens: int = 0
@@ -97,6 +100,7 @@ class Placer:
         self._memo = ChainMemo()
         self._config = config
         self._is_blind = is_blind
+        self._shared_prefill = SharedPrefill()
         self._looks_up_prefixes = policy.uses_prefixes or config.local_prefill_tokens > 0
         self._groups: OrderedDict[str, tuple[float, Placement]] = OrderedDict()
         self._fleet: Fleet | None = None
@@ -160,8 +164,12 @@ class Placer:
                 pools, cause = local, "short_prompt"
             roomy = self._with_room(pools, patience_s)
             if not roomy:
+                roomy, cause = self._helpers_instead(info, pools, patience_s), "prefill_busy"
+            if not roomy:
                 raise self._overloaded(pools, patience_s)
             choice: Choice[Worker] = await self._policy.choose(info, _keeping(keep, roomy))
+            if not keep and (helpers := self._sooner_helpers(info, choice, roomy, patience_s)):
+                choice, cause = await self._policy.choose(info, helpers), "prefill_busy"
             prefiller = choice.prefill or choice.decode
             placement = Placement(
                 choice.prefill,
@@ -241,6 +249,24 @@ class Placer:
 
         near = [[worker for worker in pool.decodes if is_near(worker)] for pool in pools]
         return [Pool((), decodes) for decodes in near if decodes]
+
+    def _sooner_helpers(
+        self, info: PromptInfo, choice: Choice[Worker], pools: list[Pool[Worker]], patience_s: float | None
+    ) -> list[Pool[Worker]]:
+        """Decode workers that compute the prompt sooner than the chosen pair would, if the policy leaves it to them."""
+        if not self._config.local_prefill_tokens or not self._policy.goes_by_load:
+            return []
+        now_s = asyncio.get_running_loop().time()
+        return self._with_room(self._shared_prefill.sooner(info, choice, pools, now_s), patience_s)
+
+    def _helpers_instead(
+        self, info: PromptInfo, pools: list[Pool[Worker]], patience_s: float | None
+    ) -> list[Pool[Worker]]:
+        """When the queues of all prefill workers are full: decode workers that have time. Whatever the policy."""
+        if not self._config.local_prefill_tokens:
+            return []
+        limit_s = self._limit_s(patience_s or 0.0)
+        return self._with_room(self._shared_prefill.within(info, pools, limit_s), patience_s)
 
     def _with_room(self, pools: list[Pool[Worker]], patience_s: float | None) -> list[Pool[Worker]]:
         """Without workers that prefill and whose queue is full, or longer than ``patience_s``. Empty when all are."""

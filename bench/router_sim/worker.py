@@ -29,6 +29,8 @@ class Report:
     queued_tokens: int
     free_blocks: int
     total_blocks: int
+    shares_prefill: bool = False
+    prefill_tokens_per_s: float = 0.0
 
 
 class SimWorker:

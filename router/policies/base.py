@@ -61,6 +61,9 @@ class Policy(Protocol):
 
     uses_prefixes: bool
     """Whether to look up who has the prompt's prefix cached."""
+    goes_by_load: bool
+    """Whether a prompt may be left to a decode worker while the prefill worker that was chosen is busy
+    (``shared_prefill``). Not where the choice means something else: everybody's turn, or a session's place."""
 
     async def choose(self, prompt: PromptInfo, pools: Sequence[Pool[C]]) -> Choice[C]:
         """One worker of each kind from one of the pools (at least one pool). Never waits for workers to appear."""

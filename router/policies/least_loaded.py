@@ -13,6 +13,7 @@ from router.policies.base import C, Choice, Pool, PromptInfo
 
 class LeastLoaded:
     uses_prefixes = False
+    goes_by_load = True
 
     def __init__(self, seed: int | None = None) -> None:
         self._random = random.Random(seed)

@@ -29,6 +29,10 @@ class LoadReport(Protocol):
     def free_blocks(self) -> int: ...
     @property
     def total_blocks(self) -> int: ...
+    @property
+    def shares_prefill(self) -> bool: ...
+    @property
+    def prefill_tokens_per_s(self) -> float: ...
 
 
 @dataclass(slots=True)
@@ -47,6 +51,10 @@ class WorkerLoad:
     """Of computing a prompt here, while nothing else is computed."""
     exposed: Rate = field(default_factory=Rate)
     """Of receiving KV: what is still on its way when the prefill has ended."""
+    shares_prefill: bool = False
+    """A decode worker that may compute prompts now, within its ITL budget, as it last said."""
+    shared_tokens_per_s: float = 0.0
+    """So fast; 0: not known yet."""
     _most: tuple[int, int, int] = (0, 0, 0)
     """Of the three since the last report."""
     _others_requests: int = 0
@@ -73,6 +81,7 @@ class WorkerLoad:
         self._others_queued_tokens = max(0, report.queued_tokens - queued_tokens)
         self._others_kv_tokens = max(0.0, used_part * self.pool_tokens - kv_tokens)
         self._most = (self.own_requests, self.own_queued_tokens, self.own_kv_tokens)
+        self.shares_prefill, self.shared_tokens_per_s = report.shares_prefill, report.prefill_tokens_per_s
 
     @property
     def requests(self) -> int:

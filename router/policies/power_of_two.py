@@ -12,6 +12,7 @@ from router.policies.least_loaded import LeastLoaded
 
 class PowerOfTwo:
     uses_prefixes = False
+    goes_by_load = True
 
     def __init__(self, seed: int | None = None) -> None:
         self._random = random.Random(seed)

@@ -57,6 +57,7 @@ class CostModel:
 
 class PrefixAware:
     uses_prefixes = True
+    goes_by_load = True
 
     def __init__(self, costs: CostModel | None = None, seed: int | None = None) -> None:
         self._costs = costs or CostModel()

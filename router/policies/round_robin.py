@@ -14,6 +14,7 @@ class RoundRobin:
     """Remembers the order of choices, not a position in a list: workers may come and go without a skipped turn."""
 
     uses_prefixes = False
+    goes_by_load = False
 
     def __init__(self) -> None:
         self._turn = 0

@@ -15,6 +15,7 @@ from router.policies.least_loaded import LeastLoaded
 
 class SessionAffinity:
     uses_prefixes = False
+    goes_by_load = False
 
     def __init__(self) -> None:
         self._least_loaded = LeastLoaded()

@@ -50,6 +50,8 @@ class Behaviour:
     fail_after_tokens: int = 0
     last_word: bool = True
     """Whether the last token comes with the finish."""
+    handoff_s: float = 0.0
+    """Decode: so much later where the KV comes from elsewhere."""
 
 
 @dataclass
@@ -65,6 +67,10 @@ class FakeWorker:
     draining: bool = False
     """Only in its record."""
     pool_tokens: int = 10_000
+    prefill_tokens_per_s: float | None = None
+    """Decode: what it offers to prefill while prefill workers are busy; None: nothing."""
+    free_blocks: int = 100
+    """Of 100."""
     behaviour: Behaviour = field(default_factory=Behaviour)
     on_event: Callable[[dict[str, object]], None] = lambda event: None
     opened: list[pb.GenerateRequest] = field(default_factory=list)
@@ -126,7 +132,13 @@ class FakeWorker:
         )
 
     def load(self) -> pb.Load:
-        return pb.Load(running=len(self.tasks), total_blocks=100, free_blocks=100)
+        return pb.Load(
+            running=len(self.tasks),
+            total_blocks=100,
+            free_blocks=self.free_blocks,
+            shares_prefill=self.prefill_tokens_per_s is not None,
+            prefill_tokens_per_s=self.prefill_tokens_per_s or 0.0,
+        )
 
     def open(self, session: ServerSession, request: pb.GenerateRequest) -> None:
         self.opened.append(request)
@@ -162,7 +174,8 @@ class FakeWorker:
         behaviour, request_id = self.behaviour, request.request_id
         if behaviour.silent:
             await asyncio.Event().wait()
-        await asyncio.sleep(behaviour.first_token_s)
+        is_received = request.handoff.side == pb.Handoff.SIDE_RECEIVE
+        await asyncio.sleep(behaviour.first_token_s + behaviour.handoff_s * is_received)
         fails = bool(behaviour.fail_code) or behaviour.gives_back
         if fails and not behaviour.fail_after_tokens:
             session.send([self._failure(request_id)])

@@ -1,0 +1,107 @@
+"""When a decode worker computes a prompt because the prefill workers are busy: by when each would have the first token.
+
+    by a prefill worker    what waits there and the prompt, at its pace, and what of the hand-off shows
+    by a decode worker     what waits there and the prompt, at the pace that its ITL budget leaves (it says so itself)
+
+The decode worker gets it when it is sooner by a margin. Every placement counts on both sides at once, so a burst fills
+both queues evenly. A wider margin is needed to begin with it than to go on (hysteresis): a prefill worker that is only
+a little behind now and then keeps its prompts, and the decode workers their short steps.
+
+Only decode workers that offer it are asked: they have an ITL budget, and room in it. A step of theirs stays within the
+budget whatever is queued, so the queue may be as long as the other one. Plain, like a policy: no clock, no network.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+from router.policies.base import Candidate, Choice, Pool, PromptInfo
+
+BEGIN = 1.5
+GO_ON = 1.15
+"""The prefill worker takes so many times as long, at least."""
+MIN_GAIN_S = 0.01
+"""And so much longer: less is noise."""
+UNTRIED = 0.5
+"""Of a prefill worker's pace, for a decode worker that does not know its own yet."""
+POOL_PART = 0.9
+"""Of a decode worker's KV may be in use after that; it must not preempt for helping."""
+EXPECTED_OUTPUT_TOKENS = 256
+MAX_LOOKED_AT = 32
+"""Decode workers, at random in a large fleet, beside the one that the policy chose."""
+
+
+class Waits(Candidate, Protocol):
+    def wait_s(self, now_s: float) -> float:
+        """What a new prompt would wait before it is computed here; 0: not known."""
+
+
+W = TypeVar("W", bound=Waits)
+
+
+class SharedPrefill:
+    def __init__(self, seed: int | None = None) -> None:
+        self._random = random.Random(seed)
+        self._goes_on = False
+
+    def sooner(self, prompt: PromptInfo, choice: Choice[W], pools: Sequence[Pool[W]], now_s: float) -> list[Pool[W]]:
+        """The decode workers that would have the first token by themselves sooner than the chosen pair. Empty: none."""
+        found: list[W] = []
+        prefill = choice.prefill
+        if prefill is not None and (waits_s := _waits_s(prefill, now_s)):
+            s_per_token = prefill.load.prefill.seconds_per_token
+            handoff_s = choice.decode.load.exposed.seconds_per_token * _uncached(prompt, choice.decode)
+            limit_s = waits_s + _uncached(prompt, prefill) * s_per_token + handoff_s - MIN_GAIN_S
+            limit_s /= GO_ON if self._goes_on else BEGIN
+            decodes = next(pool.decodes for pool in pools if choice.decode in pool.decodes)
+            if len(decodes) > MAX_LOOKED_AT:
+                decodes = [choice.decode, *self._random.sample(decodes, MAX_LOOKED_AT)]
+            untried = s_per_token / UNTRIED
+            found = [w for w in decodes if _has_room(prompt, w) and _alone_s(prompt, w, untried) < limit_s]
+        self._goes_on = bool(found)
+        return [Pool((), found)] if found else []
+
+    def within(self, prompt: PromptInfo, pools: Sequence[Pool[W]], limit_s: float) -> list[Pool[W]]:
+        """Decode workers that would begin with it by then, whatever the prefill workers do."""
+        found = []
+        for pool in pools:
+            untried = max((worker.load.prefill.seconds_per_token for worker in pool.prefills), default=0.0) / UNTRIED
+            decodes = [w for w in pool.decodes if _has_room(prompt, w) and _wait_s(w, untried) < limit_s]
+            found += [Pool((), decodes)] if decodes and pool.prefills else []
+        return found
+
+
+def _waits_s(prefill: Waits, now_s: float) -> float:
+    """Before it begins with another prompt; 0: it would not wait, or its pace is not known."""
+    s_per_token = prefill.load.prefill.seconds_per_token
+    return max(prefill.load.queued_tokens * s_per_token, prefill.wait_s(now_s)) if s_per_token else 0.0
+
+
+def _alone_s(prompt: PromptInfo, worker: Waits, untried_s_per_token: float) -> float:
+    """Until a decode worker has computed the prompt by itself."""
+    return _wait_s(worker, untried_s_per_token) + _uncached(prompt, worker) * _shared(worker, untried_s_per_token)
+
+
+def _wait_s(worker: Waits, untried_s_per_token: float) -> float:
+    return worker.load.queued_tokens * _shared(worker, untried_s_per_token)
+
+
+def _shared(worker: Waits, untried_s_per_token: float) -> float:
+    rate = worker.load.shared_tokens_per_s
+    return 1 / rate if rate else untried_s_per_token
+
+
+def _has_room(prompt: PromptInfo, worker: Waits) -> bool:
+    load = worker.load
+    if not load.shares_prefill:
+        return False
+    growth = min(prompt.max_new_tokens or EXPECTED_OUTPUT_TOKENS, EXPECTED_OUTPUT_TOKENS)
+    needed = load.kv_tokens + prompt.num_tokens + growth
+    return not load.pool_tokens or needed <= POOL_PART * load.pool_tokens
+
+
+def _uncached(prompt: PromptInfo, worker: Waits) -> int:
+    """At least the last token is computed."""
+    return max(1, prompt.num_tokens - prompt.cached_tokens.get(worker.worker_id, 0))
