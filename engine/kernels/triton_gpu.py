@@ -111,7 +111,7 @@ class TritonKernels:
         if skinny is None:
             return many
         # A norm can wait for a product that is our own, too; float16 might not hold what is not normed yet.
-        defers = not plain and weight.dtype == torch.bfloat16 and weight.shape[0] % _SKINNY_BLOCK_K == 0
+        defers = not plain and weight.dtype != torch.float16 and weight.shape[0] % _SKINNY_BLOCK_K == 0
 
         def run(x: torch.Tensor, residual: torch.Tensor) -> tuple[Normed, torch.Tensor]:
             if len(x) > _SKINNY_ROWS:

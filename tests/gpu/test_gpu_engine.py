@@ -28,7 +28,13 @@ VOCAB, HIDDEN, INNER, DIM = 1000, 256, 512, 64
 
 
 def write_model(
-    directory: Path, dtype: torch.dtype, max_positions: int = 2048, layers: int = 3, heads: int = 8, kv_heads: int = 2
+    directory: Path,
+    dtype: torch.dtype,
+    max_positions: int = 2048,
+    layers: int = 3,
+    heads: int = 8,
+    kv_heads: int = 2,
+    normed_heads: bool = True,
 ) -> str:
     generator = torch.Generator().manual_seed(5)
 
@@ -44,7 +50,7 @@ def write_model(
         prefix = f"model.layers.{layer}."
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{prefix}{name}.weight"] = torch.ones(HIDDEN, dtype=dtype)
-        for name in ("q_norm", "k_norm"):
+        for name in ("q_norm", "k_norm") if normed_heads else ():
             tensors[f"{prefix}self_attn.{name}.weight"] = torch.ones(DIM, dtype=dtype)
         tensors[f"{prefix}self_attn.q_proj.weight"] = weight(heads * DIM, HIDDEN)
         tensors[f"{prefix}self_attn.k_proj.weight"] = weight(kv_heads * DIM, HIDDEN)
@@ -55,8 +61,8 @@ def write_model(
         tensors[f"{prefix}mlp.down_proj.weight"] = weight(HIDDEN, INNER)
     save_file(tensors, str(directory / "model.safetensors"))
     config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM" if normed_heads else "LlamaForCausalLM"],
+        "model_type": "qwen3" if normed_heads else "llama",
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN,
         "intermediate_size": INNER,
@@ -203,6 +209,29 @@ def test_bfloat16_is_within_its_rounding(half_model: str) -> None:
         common = mine.keys() & theirs.keys()
         assert len(common) >= 15
         assert max(abs(mine[t] - theirs[t]) for t in common) < 0.15
+
+
+@pytest.mark.parametrize("normed_heads", [True, False])
+def test_bfloat16_decoding_is_within_its_rounding(tmp_path: Path, normed_heads: bool) -> None:
+    """Each token's log probabilities, given those drawn before it: from graphs of few rows, and of more."""
+    model = write_model(tmp_path, torch.bfloat16, normed_heads=normed_heads)
+    for count in (3, 40):
+        messages = [request(i, prompt(i, 20 + 3 * i), 4, logprobs=20) for i in range(count)]
+        core = make_core(model, "cuda", dtype="bfloat16", block_size=64, max_num_seqs=count)
+        got = outputs_of(core, messages, every=1)
+        again, mine = [], {}
+        for i in range(0, count, max(1, count // 5)):
+            tokens = tokens_of(got)[f"r{i}"]
+            for k, drawn in enumerate(x for output in got[f"r{i}"] for x in output.logprobs):
+                again.append(request(1000 * k + i, prompt(i, 20 + 3 * i) + tokens[:k], 1, logprobs=20))
+                mine[again[-1].request_id] = drawn
+        for name, (output,) in outputs_of(make_core(model, "cpu", dtype="float32"), again).items():
+            truth = output.logprobs[0]
+            theirs = dict(zip(truth.top_token_ids, truth.top_logprobs, strict=True))
+            ours = dict(zip(mine[name].top_token_ids, mine[name].top_logprobs, strict=True))
+            common = ours.keys() & theirs.keys()
+            assert len(common) >= 15
+            assert max(abs(ours[t] - theirs[t]) for t in common) < 0.15
 
 
 def test_a_shared_prefix_is_attended_to_once_and_changes_little(half_model: str) -> None:
