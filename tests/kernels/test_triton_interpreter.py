@@ -33,3 +33,12 @@ def test_interpreted_kv_copies_agree_with_copies_block_by_block() -> None:
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_a_tiny_model_of_interpreted_products_agrees_with_float64() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.kernels.model_checks"]
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
