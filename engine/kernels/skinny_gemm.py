@@ -41,10 +41,15 @@ def prefetch_weights(w_ptr, offsets, first, PER_SPLIT: tl.constexpr, LINES_AHEAD
 
 
 @triton.jit
-def norm_scale(squares_ptr, m, eps, K: tl.constexpr, SQUARES: tl.constexpr, ROW_STRIDE: tl.constexpr):
-    """[BLOCK_M]: what a ``DeferredNorm`` still lacks."""
+def load_squares(squares_ptr, m, SQUARES: tl.constexpr, ROW_STRIDE: tl.constexpr):
+    """[parts, BLOCK_M]. Not summed before the product: its first tiles must not wait for this."""
     s = tl.arange(0, triton.next_power_of_2(SQUARES))
-    squares = tl.load(squares_ptr + s[:, None] * ROW_STRIDE + m[None, :], mask=s[:, None] < SQUARES, other=0.0)
+    return tl.load(squares_ptr + s[:, None] * ROW_STRIDE + m[None, :], mask=s[:, None] < SQUARES, other=0.0)
+
+
+@triton.jit
+def norm_scale(squares, eps, K: tl.constexpr):
+    """[BLOCK_M]: what a ``DeferredNorm`` still lacks."""
     return tl.math.rsqrt(tl.sum(squares, 0) / K + eps)
 
 
@@ -96,7 +101,7 @@ def _skinny_kernel(
         prefetch_weights(w_ptr, offsets, first, PER_SPLIT, LINES_AHEAD)
     await_inputs(PDL)
     if SQUARES:
-        scale = norm_scale(squares_ptr, m, eps, K, SQUARES, ROW_STRIDE)
+        squares = load_squares(squares_ptr, m, SQUARES, ROW_STRIDE)
     acc = multiply(
         x_ptr, w_ptr, w_desc, offsets, 0, tile * COLUMNS, m, M, stride_x, first,
         PER_SPLIT, BLOCK_M, BLOCK_N, BLOCK_K, TMA, GATED, STAGES,
@@ -116,7 +121,7 @@ def _skinny_kernel(
                 acc += tl.load(base + s * (BLOCK_N * BLOCK_M) + cell, cache_modifier=".cg")
     if final:
         if SQUARES:
-            acc *= scale[None, :]
+            acc *= norm_scale(squares, eps, K)[None, :]
         if BIAS:
             acc += tl.load(bias_ptr + row).to(tl.float32)[:, None]
         if GATED:

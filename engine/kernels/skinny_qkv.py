@@ -20,6 +20,7 @@ from engine.kernels.skinny_gemm import (
     DeferredNorm,
     SkinnyTiling,
     both_of_pair,
+    load_squares,
     multiply,
     norm_scale,
     prefetch_weights,
@@ -45,23 +46,24 @@ def _skinny_qkv_kernel(
     cell_n = tl.arange(0, BLOCK_N)
     row = (2 * head + cell_n // COLUMNS) * HALF + column + cell_n % COLUMNS
     offsets = row.to(tl.int64) * stride_w
-    if PDL:
-        prefetch_weights(w_ptr, offsets, 0, K, LINES_AHEAD)
-    await_inputs(PDL)
-    if SQUARES:
-        scale = norm_scale(squares_ptr, m, eps, K, SQUARES, ROW_STRIDE)
     live = m < M
+    # These are a step's inputs, written long before the kernel that comes before this one has started.
     position = tl.load(positions_ptr + m, mask=live, other=0).to(tl.int64)
     slot = tl.load(slots_ptr + m, mask=live, other=-1).to(tl.int64)
     angles = cos_sin_ptr + position[None, :] * (2 * HALF) + p[:, None]
     cos = tl.load(angles).to(tl.float32)
     sin = tl.load(angles + HALF).to(tl.float32)
+    if PDL:
+        prefetch_weights(w_ptr, offsets, 0, K, LINES_AHEAD)
+    await_inputs(PDL)
+    if SQUARES:
+        squares = load_squares(squares_ptr, m, SQUARES, ROW_STRIDE)
     acc = multiply(
         x_ptr, w_ptr, w_desc, offsets, 2 * head, column, m, M, stride_x, 0,
         K, BLOCK_M, BLOCK_N, BLOCK_K, TMA, True, STAGES,
     )  # fmt: skip
     if SQUARES:
-        acc *= scale[None, :]
+        acc *= norm_scale(squares, eps, K)[None, :]
     if BIAS:
         acc += tl.load(bias_ptr + row).to(tl.float32)[:, None]
     first, second = both_of_pair(acc, BLOCK_M, COLUMNS)
