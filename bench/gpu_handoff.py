@@ -66,6 +66,7 @@ def config_of(directory: str, device: str, longest: int) -> EngineConfig:
         max_num_seqs=8,
         max_num_batched_tokens=CHUNK,
         host_kv_bytes=0,
+        staged_steps=2,
         max_peer_pool_fraction=1.0,
     )
 

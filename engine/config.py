@@ -42,6 +42,8 @@ class EngineConfig:
     """Prefill: part of the pool that requests of one decode worker may hold, so that a stuck one cannot take it all."""
     layer_group_size: int = 8
     """Layers whose KV leaves as one segment while the next ones are computed."""
+    staged_steps: int = 0
+    """CUDA: memory left to transfers, in KV that so many full steps compute; a prefill worker stages what it sends."""
     gpu_memory_utilization: float = 0.9
     """CUDA: part of the device's memory that this engine may take for weights, activations and the KV pool."""
     async_scheduling: bool = True
@@ -65,6 +67,8 @@ class EngineConfig:
             raise ValueError(f"max_peer_pool_fraction={self.max_peer_pool_fraction} must be above 0 and at most 1")
         if not 0 <= self.itl_budget_ms < float("inf"):
             raise ValueError(f"itl_budget_ms={self.itl_budget_ms}: use milliseconds, or 0 for no limit")
+        if self.staged_steps < 0:
+            raise ValueError(f"staged_steps={self.staged_steps} must be 0 (none) or more")
         if self.host_kv_bytes < 0:
             raise ValueError(f"host_kv_bytes={self.host_kv_bytes} must be 0 (none) or more")
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting_requests", "layer_group_size"):

@@ -17,9 +17,14 @@ _GPU_SIZES = {"block_size": 64, "max_num_seqs": 1024, "max_num_batched_tokens": 
 """Attention reads whole blocks by one TMA copy, so large ones pay; a step must be large to fill the device."""
 
 
-_GPU_DECODE = {"itl_budget_ms": 15.0}
-"""A GPU that decodes waits for memory and has computing power to spare. On CPUs all workers of a host share the cores:
-what one would compute for the other, it takes from it."""
+_GPU_ROLES: dict[str, dict[str, Any]] = {
+    # A step is launched as a whole, before the device has computed any of it, and one receiver of several may have half
+    # of the staging.
+    "prefill": {"staged_steps": 2},
+    # A GPU that decodes waits for memory and has computing power to spare. On CPUs all workers of a host share the
+    # cores: what one would compute for the other, it takes from it.
+    "decode": {"itl_budget_ms": 15.0},
+}
 
 
 def resolve_device(asked: str | None) -> str:
@@ -38,5 +43,5 @@ def config_for_device(options: Mapping[str, Any], role: str = "") -> EngineConfi
     device = resolve_device(options.get("device"))
     defaults: dict[str, Any] = {}
     if device.startswith("cuda"):
-        defaults = {**_GPU_SIZES, **(_GPU_DECODE if role == "decode" else {})}
+        defaults = {**_GPU_SIZES, **_GPU_ROLES.get(role, {})}
     return EngineConfig(**{**defaults, **options, "device": device})

@@ -40,8 +40,7 @@ _RING = 3
 _PREFILLS_COMPILED = (64, 128)
 """Prefill attention is compiled anew for each power of two of requests from 32 on: these at start, rarer ones later."""
 _SPARE_BYTES = 3 << 29
-_SPARE_STEPS = 2
-"""Of an engine's part, for what torch does not allocate: the driver's context and graphs; transfers, in steps' KV."""
+"""Of an engine's part, for what torch does not allocate: the driver's context, graphs, small stagings."""
 
 
 @dataclass(slots=True)
@@ -238,7 +237,7 @@ class GpuRunner:
             model.num_layers, model.num_kv_heads, config.block_size, model.head_dim, self.dtype
         )
         step_bytes = config.max_num_batched_tokens * block_bytes // config.block_size
-        spare_bytes = _SPARE_BYTES + _SPARE_STEPS * step_bytes
+        spare_bytes = _SPARE_BYTES + config.staged_steps * step_bytes
         room_bytes = int(total_bytes * config.gpu_memory_utilization) - peak_bytes - spare_bytes
         if config.kv_cache_bytes is not None:
             room_bytes = config.kv_cache_bytes

@@ -11,17 +11,14 @@ from kv_transfer.staging import DEFAULT_NUM_SLOTS, DEFAULT_SLOT_BYTES, SlotPool,
 DEVICE_SLOT_BYTES = 32 << 20
 """So much that moving it takes a GPU longer than saying so takes the host; and still a part of a layer group only."""
 MIN_DEVICE_SLOTS = 8
-STEPS = 2
-"""Of KV that device staging holds: a step is launched as a whole, before the device has computed any of it, and one
-receiver of several may have half of the slots. That is with full slots: a piece of a short prompt takes a whole one,
-too, so steps of many short prompts find less room, and what is left over is packed later."""
 
 
 class EngineStaging:
-    def __init__(self, device: str, step_bytes: int = 0) -> None:
-        """``step_bytes``: KV that one step of the engine computes and sends at most."""
+    def __init__(self, device: str, staged_bytes: int = 0) -> None:
+        """``staged_bytes``: of a device's memory, in full slots. A piece of a short prompt takes a whole one, too, so
+        steps of many short prompts find less room, and what is left over is packed later."""
         self._device = device
-        self._step_bytes = step_bytes
+        self._staged_bytes = staged_bytes
         self._arenas: dict[Memory, SlotPool] = {}
 
     def arena(self, memory: Memory) -> SlotPool:
@@ -48,5 +45,5 @@ class EngineStaging:
     def _of_device(self) -> SlotPool:
         from kv_transfer.cuda import CudaRuntime, CudaStaging
 
-        num_slots = max(MIN_DEVICE_SLOTS, STEPS * self._step_bytes // DEVICE_SLOT_BYTES)
+        num_slots = max(MIN_DEVICE_SLOTS, self._staged_bytes // DEVICE_SLOT_BYTES)
         return CudaStaging(CudaRuntime(self._device), num_slots, DEVICE_SLOT_BYTES)

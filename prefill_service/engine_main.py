@@ -59,8 +59,9 @@ class PrefillHandoff:
         self._kv_cache = kv_cache
         self._copies = kv_cache.copies
         self._dtype: torch.dtype = getattr(torch, layout.dtype)
-        device, max_tokens = core.config.device, core.config.max_num_batched_tokens
-        self._staging = EngineStaging(device, max_tokens * layout.num_layers * cell_bytes(layout, layout.dtype))
+        device = core.config.device
+        staged_tokens = core.config.staged_steps * core.config.max_num_batched_tokens
+        self._staging = EngineStaging(device, staged_tokens * layout.num_layers * cell_bytes(layout, layout.dtype))
         self._sender = Sender(
             me,
             layout,
