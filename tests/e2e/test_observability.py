@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import httpx
 import pytest
 
 from telemetry.metrics import PHASES
+from tests.deploy.queries import all_metrics
 from tests.e2e.client import complete_all
 from tests.e2e.cluster import Cluster, running, wait_until
 from tests.e2e.trace_collector import Collector, SpanSeen
@@ -148,3 +150,15 @@ def test_pdserve_trace_draws_it(cluster) -> None:
     unknown = subprocess.run([*command[:4], "nobody", *command[5:]], capture_output=True, text=True, timeout=60)
     assert unknown.returncode == 1
     assert "nobody" in unknown.stderr
+
+
+def test_what_alerts_and_the_dashboard_look_at_is_exported(cluster) -> None:
+    """By some process of a running cluster; a counter that has not counted yet by its name only."""
+    complete_all(cluster.url, [prompt(90)], concurrency=1, max_tokens=2)
+    exported: set[str] = set()
+    for member in [cluster["gateway"], cluster["router"], *cluster.workers]:
+        text = httpx.get(f"http://127.0.0.1:{member.health_port}/metrics", timeout=5).text
+        for name, kind in re.findall(r"^# TYPE (\S+) (\w+)$", text, re.MULTILINE):
+            exported |= {name, *(f"{name}_{part}" for part in ("bucket", "sum", "count") if kind == "histogram")}
+    assert len(all_metrics()) > 40
+    assert all_metrics() <= exported, sorted(all_metrics() - exported)
