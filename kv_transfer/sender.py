@@ -17,6 +17,7 @@ orders it after what was started (the port's business).
 from __future__ import annotations
 
 import queue
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from typing import Any, Protocol
 import structlog
 
 from kv_transfer.backends.base import Channel, SegmentSender
-from kv_transfer.copies import Begun, CopyWaiter, DeviceCopy
+from kv_transfer.copies import CLOSE_S, Begun, CopyWaiter, DeviceCopy
 from kv_transfer.layout import KVRange, cell_bytes, mismatch, split
 from kv_transfer.lease import Clock, Lease
 from kv_transfer.protocol import Abort, Busy, Done, End, Frame, Open, Refused, Ticket
@@ -99,6 +100,8 @@ class SendTransfer:
     link: Link | None = None
     segments_planned: int = 0
     segments_sent: int = 0
+    segments_read: int = 0
+    """Whose slots came back: the channel has no more to do with them."""
     first_segment_s: float | None = None
     ended: bool = False
     """End of prefill was told."""
@@ -132,6 +135,8 @@ class Sender:
         self._by_request: dict[str, SendTransfer] = {}
         self._by_key: dict[TransferKey, SendTransfer] = {}
         self._links: dict[str, Link] = {}
+        self._closers: list[threading.Thread] = []
+        """Of channels of links that were dropped."""
         self._news: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         """From network threads; bounded by the slots and the links."""
         self._begun: list[Begun] = []
@@ -273,6 +278,8 @@ class Sender:
         self._copies.close()
         for link in list(self._links.values()):
             self._drop_link(link)
+        for closer in self._closers:
+            closer.join(CLOSE_S)
         for backend in self._backends.values():
             backend.close()
 
@@ -326,14 +333,18 @@ class Sender:
         if link is None:
             return
         for transfer in [t for t in self._by_request.values() if t.link is link]:
-            self._fail(transfer, "channel_lost", reason, tell=True)
+            if not transfer.ended or transfer.segments_read < transfer.segments_planned:
+                self._fail(transfer, "channel_lost", reason, tell=True)
         self._drop_link(link)
 
     def _drop_link(self, link: Link) -> None:
         link.pending.clear()
         if self._links.get(link.name) is link:
             del self._links[link.name]
-        link.channel.close()
+        # It waits for its thread, up to a second: not here.
+        closer = threading.Thread(target=link.channel.close, name="kv-close", daemon=True)
+        closer.start()
+        self._closers = [each for each in self._closers if each.is_alive()] + [closer]
 
     def _pump(self) -> None:
         """Pack what waits, link by link in turn, as far as staging has room. One slow receiver may hold half of it."""
@@ -396,6 +407,7 @@ class Sender:
 
     def _slot_is_back(self, link: Link, transfer: SendTransfer, error: str | None) -> None:
         link.slots_in_use -= 1
+        transfer.segments_read += error is None
         if error is not None:  # also where the channel goes on: its queue was full
             self._fail(transfer, "channel_lost", error, tell=True)
 

@@ -6,6 +6,7 @@ test moves it. The KV is real bytes, so that what the receiver published can be 
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -73,6 +74,7 @@ class Channel:
     on_lost: OnLost
     segments: list[tuple[SealedSegment, OnDone]] = field(default_factory=list)
     closed: bool = False
+    has_closed: threading.Event = field(default_factory=threading.Event)
     lost: str | None = None
 
     def send(self, segment: SealedSegment, on_done: OnDone) -> None:
@@ -84,6 +86,7 @@ class Channel:
     def close(self) -> None:
         self.closed = True
         self._drop("closed")
+        self.has_closed.set()
 
     def break_off(self, reason: str) -> None:
         self._drop(reason)

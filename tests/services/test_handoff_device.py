@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kv_transfer.backends import load, load_all
+from kv_transfer.backends.base import ChannelLost
 from kv_transfer.block_mix import block_mix64, mix_words
 from kv_transfer.copies import DeviceCopy
 from kv_transfer.layout import KVRange
@@ -183,6 +184,33 @@ def test_a_slot_that_changes_while_it_is_read_fails_the_transfer(world: DeviceWo
     assert "digest" in world.d_port.failed["r"]
     world.run()
     world.assert_at_rest()
+
+
+def test_a_channel_that_is_lost_while_the_last_segment_is_checked_fails_nothing(world: DeviceWorld) -> None:
+    pack_all(world)
+    world.end_prefill("r")
+    world.run()
+    assert len(world.d_port.copies) == 2
+    world.d_backend.arrivals.append(ChannelLost(P, "reset by peer"))
+    world.p_backend.channels[0].break_off("reset by peer")
+    world.run()
+    assert not world.d_port.failed
+    world.end_copies(world.d_port.copies)
+    world.until(lambda: bool(world.d_port.published), "all is there")
+    world.run()
+    assert world.p_port.done == ["r"]
+    world.assert_at_rest()
+
+
+def test_a_channel_that_is_lost_before_the_last_segment_came_fails_its_transfer(world: DeviceWorld) -> None:
+    pack_all(world)
+    world.frames_to_d()
+    world.deliver_segment(world.p_backend.channels[0])
+    world.d_backend.arrivals.append(ChannelLost(P, "reset by peer"))
+    world.receiver.poll()
+    assert "reset by peer" in world.d_port.failed["r"]
+    world.end_copies(world.d_port.copies)
+    world.until(lambda: world.d_arena.used_bytes == 0, "the slot is free all the same")
 
 
 def test_a_request_that_ends_while_its_kv_is_written_is_not_published(world: DeviceWorld) -> None:

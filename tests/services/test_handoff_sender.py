@@ -222,7 +222,9 @@ def test_a_lost_peer_ends_its_transfers_only() -> None:
     world.sender.on_frame("stream-to-d2", Frame(key, ticket(endpoint="d2:1")))
     world.sender.on_peer_lost(D_PEER, "silent")
     assert set(world.p_port.failed) == {"a"}
-    assert [channel.closed for channel in world.p_backend.channels] == [True, False]
+    is_closed = world.p_backend.channels[0].has_closed.wait(10)  # beside the engine's thread
+    assert is_closed
+    assert not world.p_backend.channels[1].closed
     world.polls()
     assert world.p_arena.used_bytes == 0
     # A new transfer to the same peer gets a new channel.
@@ -238,6 +240,25 @@ def test_a_lost_channel_fails_what_used_it(world: World) -> None:
     world.polls()
     assert "reset by peer" in world.p_port.failed["r"]
     assert isinstance(world.p_said[-1], Abort)
+    world.assert_at_rest()
+
+
+def test_a_lost_channel_fails_nothing_that_was_read(world: World) -> None:
+    """All segments came, and the receiver is about to say so; another one's did not."""
+    for name in ("r", "s"):
+        world.start(name, 16)
+        world.compute(name, 16)
+        world.end_prefill(name)
+    (channel,) = world.p_backend.channels
+    while len(channel.segments) > 1:
+        world.deliver_segment(channel)
+    world.sender.poll()
+    channel.break_off("reset by peer")
+    world.sender.poll()
+    assert set(world.p_port.failed) == {"s"}
+    world.run()
+    world.assert_published("r", 16)
+    assert world.p_port.done == ["r"]
     world.assert_at_rest()
 
 
