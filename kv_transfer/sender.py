@@ -20,95 +20,26 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
-from kv_transfer.backends.base import Channel, SegmentSender
-from kv_transfer.copies import CLOSE_S, Begun, CopyWaiter, DeviceCopy
+from kv_transfer.backends.base import SegmentSender
+from kv_transfer.copies import CLOSE_S, Begun, CopyWaiter
 from kv_transfer.layout import KVRange, cell_bytes, mismatch, split
 from kv_transfer.lease import Clock, Lease
 from kv_transfer.protocol import Abort, Busy, Done, End, Frame, Open, Refused, Ticket
 from kv_transfer.segment import seal, seal_mixed
-from kv_transfer.staging import SlotPool, StagingSlot
-from kv_transfer.transfer import TransferCounters, TransferKey, TransferState, check_edge
+from kv_transfer.send_transfer import Link, SendTransfer
+from kv_transfer.sender_port import SenderPort
+from kv_transfer.staging import StagingSlot
+from kv_transfer.transfer import TransferCounters, TransferKey, TransferState
 from pdserve.v1 import kv_pb2
 
 RECEIVER_LOST = frozenset({"peer_lost", "channel_lost", "lease_expired", "ticket_expired"})
 """Kinds of failure that are not this side's: another receiver may do better."""
 
 log = structlog.get_logger()
-
-
-class SenderPort(Protocol):
-    """What the sender asks of the engine and of the control stream. Called on the engine's thread."""
-
-    def send(self, peer: str, frame: Frame) -> None: ...
-
-    def ticket_granted(self, request_id: str, cached_tokens: int) -> None: ...
-
-    def ticket_deferred(self, request_id: str, retry_after_s: float) -> None: ...
-
-    def pack(self, request_id: str, part: KVRange, out: Any, after: Any) -> DeviceCopy | None:
-        """Copy this range of the request's KV into ``out`` (memoryview or DeviceView), which it fills.
-
-        ``after``: what came with ``kv_computed``.
-
-        None: it is there. Else a device does it after ``start_copies``; the block mix of what it writes comes with the
-        end of that.
-        """
-        ...
-
-    def start_copies(self) -> None:
-        """Let the device begin what ``pack`` asked of it."""
-        ...
-
-    def transfer_done(self, request_id: str) -> None:
-        """The receiver has everything: free the KV."""
-        ...
-
-    def transfer_failed(self, request_id: str, reason: str, peer_lost: bool) -> None:
-        """Free the KV, end the request. ``peer_lost``: it was the receiver that failed, as far as is known."""
-        ...
-
-
-@dataclass(slots=True, eq=False)
-class Link:
-    """The data channel to one receiver, and what waits for it."""
-
-    name: str
-    peer: str
-    channel: Channel
-    arena: SlotPool
-    pending: deque[tuple[SendTransfer, KVRange, Any]] = field(default_factory=deque)
-    slots_in_use: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class SendTransfer:
-    request_id: str
-    key: TransferKey
-    peer: str
-    receiver_incarnation: int
-    prompt_tokens: int
-    lease: Lease
-    state: TransferState = TransferState.HANDSHAKING
-    asked_s: float | None = None
-    """When the open question went out; None: nothing is asked (deferred)."""
-    ticket: Ticket | None = None
-    link: Link | None = None
-    segments_planned: int = 0
-    segments_sent: int = 0
-    segments_read: int = 0
-    """Whose slots came back: the channel has no more to do with them."""
-    first_segment_s: float | None = None
-    ended: bool = False
-    """End of prefill was told."""
-
-    def move(self, state: TransferState) -> None:
-        check_edge(self.key, self.state, state)
-        self.state = state
 
 
 class Sender:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from kv_transfer.backends.base import Arrived, ChannelLost
 from kv_transfer.protocol import Frame
 from kv_transfer.segment import parse_header
-from kv_transfer.sender import SendTransfer
+from kv_transfer.send_transfer import SendTransfer
 from kv_transfer.transfer import EDGES, TransferKey, TransferState
 from tests.conformance.model_sides import LAYERS, LEASE_S, Channel, D, P, Violation, require
 
