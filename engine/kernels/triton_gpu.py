@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from engine.kernels import QKV, AddNorm, Linear, Normed, compose_qkv, elementwise
 from engine.kernels.cascade_attention import CascadePlan
 from engine.kernels.decode_attention import DecodePlan, paged_decode
+from engine.kernels.hopper_swiglu import HopperSwiGLU
 from engine.kernels.prefill_attention import paged_prefill
 from engine.kernels.skinny_gemm import SkinnyLinear, SkinnyTiling
 from engine.kernels.skinny_qkv import SkinnyQKV
@@ -70,7 +71,11 @@ class TritonKernels:
         """Nothing to set: the work is the device's."""
 
     def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        fused = HopperSwiGLU(weight, bias) if HopperSwiGLU.supports(weight) else None
+
         def multiply(x: torch.Tensor) -> torch.Tensor:
+            if fused is not None and fused.pays(len(x)):
+                return fused(x)
             return self.silu_and_mul(F.linear(x, weight, bias))
 
         skinny = _skinny(weight, bias, gated=True)

@@ -19,6 +19,7 @@ pytestmark = [
 ]
 
 CUDA = torch.device("cuda")
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 LENGTHS = [700, 1, 17, 128, 1500, 129, 64, 333, 4097]
 QUERIES = [100, 1, 17, 1, 1500, 65, 1, 200, 300]
@@ -93,6 +94,13 @@ def test_products_with_what_stands_between_them(rows: int, tiling: SkinnyTiling)
     if tiling.split == 1:
         checks.check_qkv(CUDA, BF16, rows, 2048, (32, 8, 128), 64, tiling)
         checks.check_qkv(CUDA, F16, rows, 1024, (8, 2, 64), 16, tiling)
+
+
+@pytest.mark.skipif(CAPABILITY != (9, 0), reason="Hopper's own instructions")
+@pytest.mark.parametrize("rows", [1, 64, 127, 128, 129, 500, 2049])
+@pytest.mark.parametrize(("inner", "hidden", "dtype"), [(128, 128, BF16), (1536, 576, F16), (14336, 4096, BF16)])
+def test_gated_product_of_many_rows(rows: int, inner: int, hidden: int, dtype: torch.dtype) -> None:
+    checks.check_gated_rows(CUDA, dtype, (rows, inner, hidden))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])

@@ -19,6 +19,7 @@ from engine.kernels import elementwise, reference
 from engine.kernels.cascade_attention import CascadePlan
 from engine.kernels.cascade_plan import CascadeCost
 from engine.kernels.decode_attention import DecodePlan, paged_decode
+from engine.kernels.hopper_swiglu import HopperSwiGLU
 from engine.kernels.kv_pack import ROW_WORDS, copy_words, digest_value, pack_kv, unpack_kv
 from engine.kernels.noise import gumbel_noise, noise_key
 from engine.kernels.prefill_attention import paged_prefill
@@ -244,6 +245,18 @@ def check_skinny(
             assert relative_error(linear(x, out), expected) < tolerance(dtype)
 
 
+def check_gated_rows(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    """Many rows: ``HopperSwiGLU``."""
+    rows, n, k = shape
+    weight, bias = randn(2 * n, k, dtype=dtype, device=device) * k**-0.5, randn(2 * n, dtype=dtype, device=device)
+    x = randn(rows, k + 64, dtype=dtype, device=device)[:, :k]
+    for b in (None, bias):
+        expected = reference.silu_and_mul(x.double() @ weight.double().T + (0.0 if b is None else b.double()))
+        out = torch.full((rows, n), NAN, dtype=dtype, device=device)
+        HopperSwiGLU(weight, b)(x, out)
+        assert relative_error(out, expected) < tolerance(dtype)
+
+
 def check_gated(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], tiling: SkinnyTiling | None
 ) -> None:
@@ -434,6 +447,7 @@ def _tiny(device: torch.device) -> dict[str, Callable[[], None]]:
         check_gated(device, bf16, (3, 100, 512), SkinnyTiling(64, 256, tma=True, num_stages=4))
         check_add_norm(device, bf16, (3, 256, 512), SkinnyTiling(64, 256, tma=True, num_stages=4))
         check_qkv(device, bf16, 3, 512, (4, 2, 128), 64, SkinnyTiling(64, 256, tma=True, num_stages=4))
+        check_gated_rows(device, bf16, (130, 256, 192))
 
     checks = (decode, prefill, cascade, between, skinny, fused, sampling, kv_pack, hopper)
     return {check.__name__: check for check in checks}
