@@ -34,6 +34,11 @@ class QueuePace:
         self._seconds = self._seconds * keep + elapsed_s
         self._since_s = now_s
 
+    @property
+    def s_per_token(self) -> float:
+        """While something waited; 0: not known."""
+        return 0.0 if self._seconds < MIN_MEASURED_S else self._seconds / max(1.0, self._tokens)
+
     def wait_s(self, queued_tokens: int, now_s: float) -> float:
         """Of a request that comes after ``queued_tokens``; 0 while the pace is not known."""
         if not queued_tokens or self._since_s is None or self._seconds < MIN_MEASURED_S:

@@ -52,7 +52,7 @@ class Placement:
     decode: Worker
     cause: str = ""
     """Why there is no prefill worker:
-    short_prompt | prefill_busy | aggregated | no_prefill_worker | handoffs_failed."""
+    short_prompt | decode_sooner | prefill_full | aggregated | no_prefill_worker | handoffs_failed."""
     is_second_try: bool = False
     """It has failed on one of these workers before."""
     prefill_cached_tokens: int = 0
@@ -164,12 +164,12 @@ class Placer:
                 pools, cause = local, "short_prompt"
             roomy = self._with_room(pools, patience_s)
             if not roomy:
-                roomy, cause = self._helpers_instead(info, pools, patience_s), "prefill_busy"
+                roomy, cause = self._helpers_instead(info, pools, patience_s), "prefill_full"
             if not roomy:
                 raise self._overloaded(pools, patience_s)
             choice: Choice[Worker] = await self._policy.choose(info, _keeping(keep, roomy))
             if not keep and (helpers := self._sooner_helpers(info, choice, roomy, patience_s)):
-                choice, cause = await self._policy.choose(info, helpers), "prefill_busy"
+                choice, cause = await self._policy.choose(info, helpers), "decode_sooner"
             prefiller = choice.prefill or choice.decode
             placement = Placement(
                 choice.prefill,

@@ -85,6 +85,11 @@ class Worker:
         """What a new prompt would wait before it is computed here, as far as is known."""
         return self.pace.wait_s(self.load.own_queued_tokens, now_s)
 
+    @property
+    def prefill_s_per_token(self) -> float:
+        """At rest, if it was seen so, else as its queue goes; 0: not known."""
+        return self.load.prefill.seconds_per_token or self.pace.s_per_token
+
     def fits(self, num_tokens: int) -> bool:
         """Whether its pool could ever hold so many tokens."""
         return not self.record.pool_tokens or num_tokens <= self.record.pool_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from bench.router_sim.memory import bytes_per_entry
 from bench.router_sim.report import print_table, row
 from bench.router_sim.simulation import Setup, Simulation
 from bench.router_sim.trace import TraceRequest, ideal_hit_rate, read_mooncake, shared_lru_hit_rate, synthetic
+from bench.router_sim.worker import WorkerSpeed
 from router.policies import POLICIES
 
 MOONCAKE_FILES = {
@@ -34,6 +36,9 @@ def main(
     hash_block_tokens: Annotated[int, typer.Option(help="unit of the hashes")] = 512,
     block_tokens: Annotated[int, typer.Option(help="block size of the workers; 0: the unit")] = 0,
     slow_prefills: Annotated[float, typer.Option(help="share of the prefill workers that are half as fast")] = 0.0,
+    shared_rates: Annotated[
+        str, typer.Option(help="prompt tokens/s that a decode worker takes while prefill workers are busy; 0: none")
+    ] = "0",
     learn: Annotated[bool, typer.Option(help="routers learn how fast each worker is")] = True,
     memory: Annotated[bool, typer.Option(help="also measure the index's memory")] = False,
     output: Annotated[Path | None, typer.Option(help="JSON")] = None,
@@ -46,9 +51,10 @@ def main(
         chosen = _read(trace, data, requests or None)
         ideal = ideal_hit_rate(chosen)
         for size in (int(size) for size in workers.split(",")):
-            for policy in names:
+            for policy, rate in product(names, map(float, shared_rates.split(","))):
                 setup = Setup(
                     policy=policy,
+                    speed=WorkerSpeed(shared_tokens_per_s=rate),
                     prefills=size // 2,
                     decodes=size - size // 2,
                     routers=routers,

@@ -3,6 +3,7 @@
     arrival:      hash, match, choose, guess   (the router's code; this is what is timed)
     prefill:      queued at P; blocks taken when it begins, published when it is done
     hand-off:     D takes blocks; what it has cached is not sent
+    or by D:      queued there, at the rate that its ITL budget leaves, when ``shared_prefill`` says so
     decode:       one token after the other; then D's blocks are free, and stay cached
 
 Events reach the index EVENT_DELAY_S after they happened; load reports come twice a second, at other times for each
@@ -23,9 +24,11 @@ from bench.router_sim.trace import TraceRequest
 from bench.router_sim.worker import SimWorker, WorkerSpeed
 from engine.block_hash import hash_tokens, root_hash
 from router.chain_memo import ChainMemo
+from router.pace import QueuePace
 from router.policies import make_policy
 from router.policies.base import Choice, Policy, Pool, PromptInfo
 from router.policies.load import WorkerLoad
+from router.policies.shared_prefill import SharedPrefill
 from router.prefix_index import PrefixIndex
 from router.prompt import FIRST_UNITS, RoutedPrompt
 
@@ -63,6 +66,10 @@ class Outcome:
     computed_tokens: list[int] = field(default_factory=list)
     """Of each prefill worker."""
     decode_requests: list[int] = field(default_factory=list)
+    helped: int = 0
+    """Prompts that a decode worker computed."""
+    decode_prefill_share: float = 0.0
+    """Of the time: decode workers had a prompt to compute, so their steps were as long as the budget."""
     index_blocks: int = 0
 
 
@@ -73,6 +80,14 @@ class View:
         self.worker = worker
         self.worker_id = worker.worker_id
         self.load = WorkerLoad(pool_tokens=pool_tokens)
+        self.pace = QueuePace()
+
+    @property
+    def prefill_s_per_token(self) -> float:
+        return self.load.prefill.seconds_per_token or self.pace.s_per_token
+
+    def wait_s(self, now_s: float) -> float:
+        return self.pace.wait_s(self.load.own_queued_tokens, now_s)
 
 
 class SimRouter:
@@ -82,6 +97,8 @@ class SimRouter:
         self.index = PrefixIndex(clock)
         self._memo = ChainMemo()
         self.policy: Policy = make_policy(setup.policy)
+        self._shared_prefill = SharedPrefill(setup.seed)
+        self._clock = clock
         self._setup = setup
         self._kind = (FINGERPRINT, setup.hash_block_tokens)
         self.views = {worker.worker_id: View(worker, setup.speed.pool_tokens) for worker in workers}
@@ -94,15 +111,23 @@ class SimRouter:
     async def place(self, token_ids: list[int], session: str) -> Choice[View]:
         unit = self._setup.hash_block_tokens
         if not self.policy.uses_prefixes:
-            return await self.policy.choose(PromptInfo(len(token_ids), 0, session), [self._pool])
+            return await self._choose(PromptInfo(len(token_ids), 0, session))
         prompt = RoutedPrompt(token_ids=token_ids)
         units = prompt.find_cached(self._kind, self.index, self._memo)
         hashes = prompt.hashes(self._kind, FIRST_UNITS)
         cached = {worker_id: found * unit for worker_id, found in units.items()}
-        choice = await self.policy.choose(PromptInfo(len(token_ids), 0, session, cached), [self._pool])
-        assert choice.prefill is not None
+        choice = await self._choose(PromptInfo(len(token_ids), 0, session, cached))
         for view in (choice.prefill, choice.decode):
-            self.index.guess(hashes, units.get(view.worker_id, 0), view.worker_id, self._stride)
+            if view is not None:
+                self.index.guess(hashes, units.get(view.worker_id, 0), view.worker_id, self._stride)
+        return choice
+
+    async def _choose(self, prompt: PromptInfo) -> Choice[View]:
+        choice = await self.policy.choose(prompt, [self._pool])
+        if self.policy.goes_by_load:
+            helpers = self._shared_prefill.sooner(prompt, choice, [self._pool], self._clock())
+            if helpers:
+                return await self.policy.choose(prompt, helpers)
         return choice
 
 
@@ -115,7 +140,10 @@ class Simulation:
         names = [f"p{i}" for i in range(setup.prefills)] + [f"d{i}" for i in range(setup.decodes)]
         slow = replace(setup.speed, prefill_tokens_per_s=setup.speed.prefill_tokens_per_s / 2)
         speeds = [slow] * setup.slow_prefills + [setup.speed] * (len(names) - setup.slow_prefills)
-        self._workers = [SimWorker(name, speed, setup.block_tokens) for name, speed in zip(names, speeds, strict=True)]
+        self._workers = [
+            SimWorker(name, speed, setup.block_tokens, decodes=name.startswith("d"))
+            for name, speed in zip(names, speeds, strict=True)
+        ]
         self._routers = [SimRouter(setup, self._workers, lambda: self._now_s) for _ in range(setup.routers)]
         self._rng = random.Random(setup.seed)
         self._left = 0
@@ -135,6 +163,8 @@ class Simulation:
         outcome = self.outcome
         outcome.computed_tokens = [worker.computed_tokens for worker in self._workers[: self._setup.prefills]]
         outcome.decode_requests = [worker.requests_total for worker in self._workers[self._setup.prefills :]]
+        decodes = self._workers[self._setup.prefills :]
+        outcome.decode_prefill_share = sum(worker.prefill_busy_s for worker in decodes) / len(decodes) / self._now_s
         outcome.index_blocks = self._routers[0].index.num_blocks
         return outcome
 
@@ -144,7 +174,6 @@ class Simulation:
         started_s = time.thread_time()
         choice = await router.place(token_ids, request.session)
         self.outcome.decision_s.append(time.thread_time() - started_s)
-        assert choice.prefill is not None
         units = hash_tokens(token_ids, self._setup.hash_block_tokens, root_hash(FINGERPRINT))
         stride = self._setup.block_tokens // self._setup.hash_block_tokens
         flight = Flight(self, request, choice.prefill, choice.decode, units[stride - 1 :: stride])
@@ -182,53 +211,67 @@ class Flight:
     """A request under way."""
 
     def __init__(
-        self, simulation: Simulation, request: TraceRequest, prefill: View, decode: View, hashes: list[bytes]
+        self, simulation: Simulation, request: TraceRequest, prefill: View | None, decode: View, hashes: list[bytes]
     ) -> None:
         self._simulation = simulation
         self._request = request
-        self._prefill = prefill
+        self._computes = prefill or decode
         self._decode = decode
+        self._is_alone = prefill is None
         self._hashes = hashes
         self._uncached = 0
 
     def begin(self, now_s: float) -> None:
-        simulation, request, prefill = self._simulation, self._request, self._prefill
-        cached, self._table = prefill.worker.take_blocks(self._hashes, request.num_tokens)
+        simulation, request, computes = self._simulation, self._request, self._computes
+        cached, self._table = computes.worker.take_blocks(self._hashes, request.num_tokens)
         self._uncached = request.num_tokens - cached
         outcome = simulation.outcome
         outcome.prompt_tokens += request.num_tokens
         outcome.prefill_cached_tokens += cached
         outcome.no_room += not self._table
-        self._is_alone = prefill.load.requests == 0
+        outcome.helped += self._is_alone
+        self._finds_rest = computes.load.requests == 0
         self._since_s = now_s
-        done_s = prefill.worker.prefill(now_s, self._uncached)
+        done_s = computes.worker.prefill(now_s, self._uncached)
         outcome.ttft_s.append(done_s - now_s)
-        prefill.worker.requests += 1
         self._decode.worker.requests += 1
         self._decode.worker.requests_total += 1
-        prefill.load.add(1, self._uncached, request.num_tokens)
+        if not self._is_alone:
+            computes.worker.requests += 1
+            computes.load.add(1, 0, request.num_tokens)
+        if not computes.load.own_queued_tokens:
+            computes.pace.began(now_s)
+        computes.load.add(0, self._uncached, 0)
         self._decode.load.add(1, 0, request.num_tokens)
         simulation._at(done_s, self._prefilled)
 
     def _prefilled(self) -> None:
-        simulation, request, prefill, decode = self._simulation, self._request, self._prefill, self._decode
+        simulation, request, computes, decode = self._simulation, self._request, self._computes, self._decode
         if self._table:
-            prefill.worker.publish(self._table, self._hashes)
-            prefill.worker.free(self._table)
-        if simulation._setup.learns and self._is_alone and prefill.load.own_requests == 1 and self._uncached >= 64:
-            prefill.load.prefill.observe(self._uncached, simulation._now_s - self._since_s)
-        prefill.worker.queued_tokens -= self._uncached
-        prefill.worker.requests -= 1
-        prefill.load.add(-1, -self._uncached, -request.num_tokens)
-        simulation._say(prefill.worker)
-        cached, self._table = decode.worker.take_blocks(self._hashes, request.num_tokens)
+            computes.worker.publish(self._table, self._hashes)
+        if simulation._setup.learns and self._finds_rest and computes.load.own_requests == 1 and self._uncached >= 64:
+            computes.load.prefill.observe(self._uncached, simulation._now_s - self._since_s)
+        computes.worker.queued_tokens -= self._uncached
+        computes.pace.computed(self._uncached, simulation._now_s)
+        computes.load.add(0, -self._uncached, 0)
+        simulation._say(computes.worker)
+        if not self._is_alone:
+            computes.worker.requests -= 1
+            computes.load.add(-1, 0, -request.num_tokens)
+            self._hand_over()
+        decode_s = request.output_tokens * simulation._setup.speed.decode_s_per_token
+        simulation._at(simulation._now_s + decode_s, self._decoded)
+        simulation._say(decode.worker)
+
+    def _hand_over(self) -> None:
+        simulation, decode = self._simulation, self._decode
+        if self._table:
+            self._computes.worker.free(self._table)
+        cached, self._table = decode.worker.take_blocks(self._hashes, self._request.num_tokens)
         simulation.outcome.decode_cached_tokens += cached
         simulation.outcome.no_room += not self._table
         if self._table:
             decode.worker.publish(self._table, self._hashes)
-        simulation._say(decode.worker)
-        decode_s = request.output_tokens * simulation._setup.speed.decode_s_per_token
-        simulation._at(simulation._now_s + decode_s, self._decoded)
 
     def _decoded(self) -> None:
         decode = self._decode

@@ -16,6 +16,8 @@ class WorkerSpeed:
     """About those of an 8B model on one H200."""
 
     prefill_tokens_per_s: float = 16_000
+    shared_tokens_per_s: float = 0.0
+    """Of a decode worker, within its ITL budget, while prefill workers are busy; 0: it computes no prompts."""
     decode_s_per_token: float = 0.02
     pool_tokens: int = 800_000
 
@@ -29,14 +31,14 @@ class Report:
     queued_tokens: int
     free_blocks: int
     total_blocks: int
-    shares_prefill: bool = False
-    prefill_tokens_per_s: float = 0.0
+    shares_prefill: bool
+    prefill_tokens_per_s: float
 
 
 class SimWorker:
     """A routing Candidate."""
 
-    def __init__(self, worker_id: str, speed: WorkerSpeed, block_tokens: int) -> None:
+    def __init__(self, worker_id: str, speed: WorkerSpeed, block_tokens: int, *, decodes: bool) -> None:
         self.worker_id = worker_id
         self.load = WorkerLoad(pool_tokens=speed.pool_tokens)
         self.computed_tokens = 0
@@ -44,7 +46,9 @@ class SimWorker:
         self.requests = 0
         self.queued_tokens = 0
         self.prefill_free_s = 0.0
-        self._speed = speed
+        self.prefill_busy_s = 0.0
+        self._shared_tokens_per_s = speed.shared_tokens_per_s if decodes else 0.0
+        self._tokens_per_s = self._shared_tokens_per_s if decodes else speed.prefill_tokens_per_s
         self._block_tokens = block_tokens
         self._pool = BlockPool(max(1, speed.pool_tokens // block_tokens))
 
@@ -69,12 +73,15 @@ class SimWorker:
         """Queue it; when it will be done."""
         self.computed_tokens += uncached_tokens
         self.queued_tokens += uncached_tokens
-        self.prefill_free_s = max(now_s, self.prefill_free_s) + uncached_tokens / self._speed.prefill_tokens_per_s
+        took_s = uncached_tokens / self._tokens_per_s
+        self.prefill_busy_s += took_s
+        self.prefill_free_s = max(now_s, self.prefill_free_s) + took_s
         return self.prefill_free_s
 
     def report(self) -> Report:
         pool = self._pool
-        return Report(self.requests, 0, self.queued_tokens, pool.num_available, pool.num_blocks)
+        rate = self._shared_tokens_per_s
+        return Report(self.requests, 0, self.queued_tokens, pool.num_available, pool.num_blocks, rate > 0, rate)
 
     def take_events(self) -> Batch | None:
         events = self._pool.events.take()

@@ -55,6 +55,8 @@ class WorkerLoad:
     """A decode worker that may compute prompts now, within its ITL budget, as it last said."""
     shared_tokens_per_s: float = 0.0
     """So fast; 0: not known yet."""
+    used_kv_tokens: float = 0.0
+    """In blocks that were in use when it last said so; without what is only on its way."""
     _most: tuple[int, int, int] = (0, 0, 0)
     """Of the three since the last report."""
     _others_requests: int = 0
@@ -81,6 +83,7 @@ class WorkerLoad:
         self._others_queued_tokens = max(0, report.queued_tokens - queued_tokens)
         self._others_kv_tokens = max(0.0, used_part * self.pool_tokens - kv_tokens)
         self._most = (self.own_requests, self.own_queued_tokens, self.own_kv_tokens)
+        self.used_kv_tokens = used_part * self.pool_tokens
         self.shares_prefill, self.shared_tokens_per_s = report.shares_prefill, report.prefill_tokens_per_s
 
     @property

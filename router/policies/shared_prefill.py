@@ -1,11 +1,13 @@
-"""When a decode worker computes a prompt because the prefill workers are busy: by when each would have the first token.
+"""When a decode worker computes a prompt by itself: when it has the first token sooner than a busy prefill worker.
 
     by a prefill worker    what waits there and the prompt, at its pace, and what of the hand-off shows
     by a decode worker     what waits there and the prompt, at the pace that its ITL budget leaves (it says so itself)
 
 The decode worker gets it when it is sooner by a margin. Every placement counts on both sides at once, so a burst fills
 both queues evenly. A wider margin is needed to begin with it than to go on (hysteresis): a prefill worker that is only
-a little behind now and then keeps its prompts, and the decode workers their short steps.
+a little behind now and then keeps its prompts, and the decode workers their short steps. The margin shrinks where the
+decode worker lacks less of the prompt than the prefill worker: then the prefill worker would compute twice what
+the decode worker has.
 
 Only decode workers that offer it are asked: they have an ITL budget, and room in it. A step of theirs stays within the
 budget whatever is queued, so the queue may be as long as the other one. Plain, like a policy: no clock, no network.
@@ -34,6 +36,10 @@ MAX_LOOKED_AT = 32
 
 
 class Waits(Candidate, Protocol):
+    @property
+    def prefill_s_per_token(self) -> float:
+        """0: not known."""
+
     def wait_s(self, now_s: float) -> float:
         """What a new prompt would wait before it is computed here; 0: not known."""
 
@@ -50,16 +56,22 @@ class SharedPrefill:
         """The decode workers that would have the first token by themselves sooner than the chosen pair. Empty: none."""
         found: list[W] = []
         prefill = choice.prefill
-        if prefill is not None and (waits_s := _waits_s(prefill, now_s)):
-            s_per_token = prefill.load.prefill.seconds_per_token
+        if prefill is not None and (s_per_token := prefill.prefill_s_per_token):
+            lacks = _uncached(prompt, prefill)
+            waits_s = max(prefill.load.queued_tokens * s_per_token, prefill.wait_s(now_s))
             handoff_s = choice.decode.load.exposed.seconds_per_token * _uncached(prompt, choice.decode)
-            limit_s = waits_s + _uncached(prompt, prefill) * s_per_token + handoff_s - MIN_GAIN_S
-            limit_s /= GO_ON if self._goes_on else BEGIN
+            limit_s = waits_s + lacks * s_per_token + handoff_s - MIN_GAIN_S
+            margin = GO_ON if self._goes_on else BEGIN
+
+            def is_sooner(worker: W) -> bool:
+                less = _uncached(prompt, worker) / lacks
+                alone_s = _alone_s(prompt, worker, s_per_token / UNTRIED)
+                return alone_s * max(1.0, margin * min(1.0, less)) < limit_s
+
             decodes = next(pool.decodes for pool in pools if choice.decode in pool.decodes)
             if len(decodes) > MAX_LOOKED_AT:
                 decodes = [choice.decode, *self._random.sample(decodes, MAX_LOOKED_AT)]
-            untried = s_per_token / UNTRIED
-            found = [w for w in decodes if _has_room(prompt, w) and _alone_s(prompt, w, untried) < limit_s]
+            found = [worker for worker in decodes if _has_room(prompt, worker) and is_sooner(worker)]
         self._goes_on = bool(found)
         return [Pool((), found)] if found else []
 
@@ -67,16 +79,10 @@ class SharedPrefill:
         """Decode workers that would begin with it by then, whatever the prefill workers do."""
         found = []
         for pool in pools:
-            untried = max((worker.load.prefill.seconds_per_token for worker in pool.prefills), default=0.0) / UNTRIED
+            untried = max((worker.prefill_s_per_token for worker in pool.prefills), default=0.0) / UNTRIED
             decodes = [w for w in pool.decodes if _has_room(prompt, w) and _wait_s(w, untried) < limit_s]
             found += [Pool((), decodes)] if decodes and pool.prefills else []
         return found
-
-
-def _waits_s(prefill: Waits, now_s: float) -> float:
-    """Before it begins with another prompt; 0: it would not wait, or its pace is not known."""
-    s_per_token = prefill.load.prefill.seconds_per_token
-    return max(prefill.load.queued_tokens * s_per_token, prefill.wait_s(now_s)) if s_per_token else 0.0
 
 
 def _alone_s(prompt: PromptInfo, worker: Waits, untried_s_per_token: float) -> float:
@@ -98,7 +104,8 @@ def _has_room(prompt: PromptInfo, worker: Waits) -> bool:
     if not load.shares_prefill:
         return False
     growth = min(prompt.max_new_tokens or EXPECTED_OUTPUT_TOKENS, EXPECTED_OUTPUT_TOKENS)
-    needed = load.kv_tokens + prompt.num_tokens + growth
+    # What waits at the prefill workers holds nothing here yet, however much that is.
+    needed = load.used_kv_tokens + load.queued_tokens + prompt.num_tokens + growth
     return not load.pool_tokens or needed <= POOL_PART * load.pool_tokens
 
 

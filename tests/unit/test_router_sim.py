@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from bench.router_sim.memory import bytes_per_entry
 from bench.router_sim.report import row
 from bench.router_sim.simulation import Outcome, Setup, Simulation
 from bench.router_sim.trace import TraceRequest, ideal_hit_rate, read_mooncake, shared_lru_hit_rate, synthetic
+from bench.router_sim.worker import WorkerSpeed
 from router.policies import POLICIES
 
 
@@ -75,3 +77,20 @@ def test_a_trace_is_read_as_published(tmp_path: Path) -> None:
 
 def test_memory_is_that_of_entries() -> None:
     assert 50 < bytes_per_entry(4, 2048, 1) < 400
+
+
+async def test_decode_workers_help_when_prompts_queue_and_only_then() -> None:
+    speed = WorkerSpeed(shared_tokens_per_s=8_000)
+    crowded = [TraceRequest(i * 0.1, 2048, 10, tuple(range(10 * i, 10 * i + 4))) for i in range(200)]
+    setup = Setup(policy="prefix_aware", prefills=1, decodes=1, hash_block_tokens=512, block_tokens=512, speed=speed)
+    alone = await Simulation(replace(setup, speed=WorkerSpeed())).run(crowded)
+    helped = await Simulation(setup).run(crowded)
+    assert alone.helped == 0
+    # 20,480 tokens a second come; 16,000 one computes, and the other a part of 8,000.
+    assert 0.2 < helped.helped / 200 < 0.4
+    assert 0.4 < helped.decode_prefill_share < 0.9
+    assert sum(helped.ttft_s) < 0.5 * sum(alone.ttft_s)
+    sparse = [replace(request, arrival_s=5 * request.arrival_s) for request in crowded]
+    assert (await Simulation(setup).run(sparse)).helped == 0
+    in_turn = await Simulation(replace(setup, policy="round_robin")).run(crowded)
+    assert in_turn.helped == 0

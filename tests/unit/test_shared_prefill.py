@@ -22,6 +22,10 @@ class Worker:
         self.load.report(report or pb.Load())
         self.load.add(1, queued, queued)
 
+    @property
+    def prefill_s_per_token(self) -> float:
+        return self.load.prefill.seconds_per_token
+
     def wait_s(self, now_s: float) -> float:
         return self.stalled_s
 
@@ -65,6 +69,16 @@ def test_its_own_queue_and_what_it_has_cached_count() -> None:
     # And what the prefill worker has: then only its queue is left, 0.3 s.
     d = Worker("d0", offer())
     assert helpers(SharedPrefill(), p, d, prompt=PromptInfo(1000, 64, cached_tokens={"p0": 1000})) == []
+
+
+def test_no_margin_is_needed_where_the_decode_worker_has_what_the_prefill_worker_lacks() -> None:
+    """It computed the conversation so far by itself."""
+    idle = Worker("p0")
+    d = Worker("d0", offer())
+    assert helpers(SharedPrefill(), idle, d, prompt=PromptInfo(1000, 64, cached_tokens={"d0": 600})) == ["d0"]
+    assert helpers(SharedPrefill(), idle, d, prompt=PromptInfo(1000, 64, cached_tokens={"d0": 400})) == []
+    both = {"d0": 600, "p0": 600}  # as after a hand-off
+    assert helpers(SharedPrefill(), idle, d, prompt=PromptInfo(1000, 64, cached_tokens=both)) == []
 
 
 def test_a_burst_goes_to_both_as_they_are_fast() -> None:
