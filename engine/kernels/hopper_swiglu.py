@@ -169,7 +169,7 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["tiles_m"])
+@gluon.jit(do_not_specialize=["tiles_m", "tiles_n", "width", "steps"])
 def swiglu_kernel(
     x_desc, w_desc, y_desc, bias_ptr, tiles_m, tiles_n, width, steps,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, BIAS: gl.constexpr,
