@@ -19,6 +19,8 @@ import pdserve
 from pdserve.errors import PdserveError, RequestCancelledError
 
 SHAPES = ("stream", "whole", "sdk")
+LOSS = frozenset({"worker_lost", "handoff_failed", "no_workers", "router_unavailable"})
+"""Codes of an error that may be right when somebody is gone, and nobody could take over in time: 503, try again."""
 GRACE_S = 5.0
 """A client waits for so long after its deadline before it counts the request as hung."""
 

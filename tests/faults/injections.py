@@ -13,11 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.e2e.cluster import Member, wait_until
-from tests.faults.asking import Asking
+from tests.faults.asking import LOSS, Asking
 from tests.faults.fleet import Fleet, cont, eventually, redis_answers
 
-LOSS = frozenset({"worker_lost", "handoff_failed", "no_workers", "router_unavailable"})
-"""Somebody is gone, and nobody could take over in time: 503, try again."""
 PROCESSES = ("gateway", "router", "prefill", "decode", "prefill_engine", "decode_engine", "redis")
 LINKS: dict[str, tuple[tuple[str, str, bool], ...]] = {
     "gateway-router": (("gateway", "router", False),),

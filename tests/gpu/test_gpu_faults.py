@@ -9,7 +9,6 @@ before its requests are judged, a killed service is started again, a killed engi
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import signal
@@ -19,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import psutil
 import pytest
@@ -27,9 +27,7 @@ import torch
 from bench.random_models import write_tokenizer
 from tests.e2e.cluster import Cluster, Member, running, wait_until
 from tests.e2e.oracle import Oracle
-from tests.faults.asking import Asking
-from tests.faults.fleet import cont, eventually, metrics
-from tests.faults.injections import LOSS
+from tests.faults.asking import LOSS, Asking
 
 pytestmark = [
     pytest.mark.gpu,
@@ -160,8 +158,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 def count(member: Member, name: str) -> float:
-    with contextlib.suppress(OSError, http.client.HTTPException):
-        return metrics(member).get(name, 0.0)
+    """0 while it does not answer."""
+    with contextlib.suppress(httpx.HTTPError):
+        return member.metrics().get(name, 0.0)
     return 0.0
 
 
@@ -170,11 +169,13 @@ def wait_transfer(world: World, asked: list[Asking], segments: float) -> None:
     decode = world.cluster["decode-0"]
 
     def seen() -> bool:
-        samples = metrics(decode)
+        samples = decode.metrics()
         moves = samples["pdserve_leases"] >= 1 and samples["pdserve_transfer_segments_total"] > segments
         return moves and any(asking.num_tokens for asking in asked)
 
-    assert eventually(seen, REACH_TIMEOUT_S, every_s=0.01), "no transfer was seen under way"
+    deadline_s = time.monotonic() + REACH_TIMEOUT_S
+    while not seen():
+        assert time.monotonic() < deadline_s, "no transfer was seen under way"
     assert not all(asking.is_over for asking in asked)
 
 
@@ -191,7 +192,8 @@ def test_in_the_middle_of_a_transfer(world: World, how: signal.Signals, side: st
     os.kill(pid, how)
     if how == signal.SIGSTOP:
         time.sleep(STOPPED_S)
-        cont([pid])
+        with contextlib.suppress(ProcessLookupError):  # its service has given it up, and started another
+            os.kill(pid, signal.SIGCONT)
     elif process == "service":
         member.kill()
         member.start()
