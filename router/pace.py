@@ -39,9 +39,12 @@ class QueuePace:
         """While something waited; 0: not known."""
         return 0.0 if self._seconds < MIN_MEASURED_S else self._seconds / max(1.0, self._tokens)
 
+    def stalled_s(self, queued_tokens: int, now_s: float) -> float:
+        """So long nothing came out of a queue that has something."""
+        return max(0.0, now_s - self._since_s) if queued_tokens and self._since_s is not None else 0.0
+
     def wait_s(self, queued_tokens: int, now_s: float) -> float:
         """Of a request that comes after ``queued_tokens``; 0 while the pace is not known."""
         if not queued_tokens or self._since_s is None or self._seconds < MIN_MEASURED_S:
             return 0.0
-        stalled_s = max(0.0, now_s - self._since_s)  # so long nothing came out of a queue that has something
-        return queued_tokens * (self._seconds + stalled_s) / max(1.0, self._tokens)
+        return queued_tokens * (self._seconds + self.stalled_s(queued_tokens, now_s)) / max(1.0, self._tokens)

@@ -85,6 +85,10 @@ class Worker:
         """What a new prompt would wait before it is computed here, as far as is known."""
         return self.pace.wait_s(self.load.own_queued_tokens, now_s)
 
+    def likely_wait_s(self, now_s: float) -> float:
+        """The same; and where nothing comes out of the queue, as long again as nothing has."""
+        return max(self.wait_s(now_s), self.pace.stalled_s(self.load.own_queued_tokens, now_s))
+
     @property
     def prefill_s_per_token(self) -> float:
         """At rest, if it was seen so, else as its queue goes; 0: not known."""

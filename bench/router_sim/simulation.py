@@ -86,8 +86,9 @@ class View:
     def prefill_s_per_token(self) -> float:
         return self.load.prefill.seconds_per_token or self.pace.s_per_token
 
-    def wait_s(self, now_s: float) -> float:
-        return self.pace.wait_s(self.load.own_queued_tokens, now_s)
+    def likely_wait_s(self, now_s: float) -> float:
+        queued = self.load.own_queued_tokens
+        return max(self.pace.wait_s(queued, now_s), self.pace.stalled_s(queued, now_s))
 
 
 class SimRouter:

@@ -40,7 +40,7 @@ class Waits(Candidate, Protocol):
     def prefill_s_per_token(self) -> float:
         """0: not known."""
 
-    def wait_s(self, now_s: float) -> float:
+    def likely_wait_s(self, now_s: float) -> float:
         """What a new prompt would wait before it is computed here; 0: not known."""
 
 
@@ -58,7 +58,7 @@ class SharedPrefill:
         prefill = choice.prefill
         if prefill is not None and (s_per_token := prefill.prefill_s_per_token):
             lacks = _uncached(prompt, prefill)
-            waits_s = max(prefill.load.queued_tokens * s_per_token, prefill.wait_s(now_s))
+            waits_s = max(prefill.load.queued_tokens * s_per_token, prefill.likely_wait_s(now_s))
             handoff_s = choice.decode.load.exposed.seconds_per_token * _uncached(prompt, choice.decode)
             limit_s = waits_s + lacks * s_per_token + handoff_s - MIN_GAIN_S
             margin = GO_ON if self._goes_on else BEGIN

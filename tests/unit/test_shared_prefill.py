@@ -26,7 +26,7 @@ class Worker:
     def prefill_s_per_token(self) -> float:
         return self.load.prefill.seconds_per_token
 
-    def wait_s(self, now_s: float) -> float:
+    def likely_wait_s(self, now_s: float) -> float:
         return self.stalled_s
 
 
