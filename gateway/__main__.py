@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import socket
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from pdserve.model_store import ModelUnavailableError, resolve_model
 from telemetry import logs
 
 BACKLOG = 2048
+MAX_OPEN_FILES = 1 << 20
 PEER_STALL_TIMEOUT_MS = 60_000
 """The kernel drops a connection whose peer takes nothing for so long."""
 
@@ -64,6 +66,7 @@ def main(
 ) -> None:
     """Serve the OpenAI API for one model."""
     logs.set_up("gateway")
+    allow_connections()
     try:
         config = GatewayConfig(
             model=model,
@@ -97,6 +100,14 @@ def main(
     except (ValueError, OSError, ModelUnavailableError) as error:
         log.error("cannot start", reason=str(error))
         sys.exit(1)
+
+
+def allow_connections() -> None:
+    """Raise the soft limit of open files, mostly 1024, as far as this process may: each client's connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, field
 
 from rich.console import Console
+from rich.markup import escape
 
 from pdserve.chat_client import ChatClient, ChatError
 from pdserve.up.timing import RequestTimes, draw
@@ -42,7 +43,7 @@ def chat(url: str, model: str | None, system: str | None, max_tokens: int) -> in
     except ChatError as error:
         print(f"pdserve: {error}", file=sys.stderr)
         return 1
-    console.print(f"[bold]{conversation.model}[/] at {url}\n{HELP}\n")
+    console.print(f"[bold]{escape(conversation.model)}[/] at {escape(url)}\n{HELP}\n")
     while True:
         try:
             line = console.input("[bold]you[/]    ").strip()
@@ -74,7 +75,7 @@ async def _handle(line: str, url: str, conversation: Conversation, console: Cons
             else:
                 await _say(line, client, conversation, console)
         except ChatError as error:
-            console.print(f"\n[red]{error}[/]", soft_wrap=True)
+            console.print(f"\n[red]{escape(str(error))}[/]", soft_wrap=True)
 
 
 async def _say(line: str, client: ChatClient, conversation: Conversation, console: Console) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
@@ -50,7 +51,7 @@ class ChatClient:
 
         Raises: ChatError.
         """
-        return await self._get(f"/debug/requests/{request_id}")
+        return await self._get(f"/debug/requests/{quote(request_id, safe='')}")
 
     async def stream(
         self, model: str, messages: list[dict[str, str]], max_tokens: int, **options: float

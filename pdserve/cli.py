@@ -45,7 +45,9 @@ def up(
     ] = None,
     local_prefill_tokens: Annotated[
         int | None,
-        typer.Option(help="Prompts with fewer uncached tokens are prefilled where they decode.  [default: 32]"),
+        typer.Option(
+            help="Prompts with fewer uncached tokens are prefilled where they decode; 0: none ever is.  [default: 32]"
+        ),
     ] = None,
     load_format: Annotated[
         str | None, typer.Option(help="auto (safetensors) or dummy: random weights, to measure speed.")
@@ -167,6 +169,8 @@ def bench(context: typer.Context, what: Annotated[str, typer.Argument(help=", ".
         _fail(f"no benchmark {what!r}; there are {', '.join(_BENCHES)}")
     if importlib.util.find_spec("bench") is None:
         _fail("the benchmarks are not installed: run this from the repository, after `pip install -e '.[bench]'`")
+    if what == "serve" and importlib.util.find_spec("aiohttp") is None:
+        _fail("the load generator needs aiohttp: pip install 'pdserve[bench]', or `make up` in the repository")
     _exec(_BENCHES[what], context.args)
 
 

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdserve.model_store import cache_dir, default_model_path
+from pdserve.cache import cache_dir
+from pdserve.model_store import default_model_path
 from pdserve.redis_server import RedisMissingError, redis_binary
 from pdserve.up.devices import count_gpus
 from pdserve.up.errors import UpError

@@ -1,6 +1,6 @@
 """Where models lie: the cache directory, the default model in it, and what ``--model`` may mean.
 
-Owns the cache (``$PDSERVE_CACHE``, else ``~/.cache/pdserve``) and its lock. What the default model's directory contains
+Owns ``models/`` of the cache (``cache``) and its lock. What the default model's directory contains
 is ``smollm2``'s. Called by ``pdserve up`` and by whoever needs a model directory;
 ``python -m pdserve.model_store [MODEL]`` prints it.
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import os
 import shutil
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pdserve import smollm2
+from pdserve.cache import cache_dir
 
 DEFAULT_MODEL_NAME = "smollm2-135m-instruct"
 # Raise the number when the conversion changes: directories of older conversions are then made anew.
@@ -34,12 +34,6 @@ _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 class ModelUnavailableError(Exception):
     """The model cannot be had; one line that names the remedy."""
-
-
-def cache_dir() -> Path:
-    """The cache directory; it need not exist."""
-    configured = os.environ.get("PDSERVE_CACHE")
-    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "pdserve"
 
 
 def default_model_path() -> Path | None:

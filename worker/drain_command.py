@@ -13,11 +13,13 @@ from typing import Annotated
 import grpc
 import typer
 
+from pdserve.cache import running_clusters
 from pdserve.channel import open_channel
 from pdserve.tls import Tls, from_option
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from registry import RegistryUnavailable, WorkerRecord, WorkerRegistry
 
+LOCAL_REDIS = "redis://127.0.0.1:6379"
 CONNECT_S = 5.0
 SILENCE_S = 10.0
 """A worker that drains says so every second."""
@@ -29,22 +31,34 @@ class CannotDrain(Exception):
 
 def main(
     worker: Annotated[str, typer.Argument(help="Its --worker-id.")],
-    redis: Annotated[str, typer.Option(help="redis://, rediss:// or unix://; where it has registered.")] = (
-        "redis://127.0.0.1:6379"
-    ),
+    redis: Annotated[
+        str | None,
+        typer.Option(
+            help="redis://, rediss:// or unix://; where it has registered.  "
+            "[default: that of the `pdserve up` that runs here, else redis://127.0.0.1:6379]"
+        ),
+    ] = None,
     tls_dir: Annotated[
         str, typer.Option(envvar="PDSERVE_TLS_DIR", help="tls.crt, tls.key, ca.crt, if the cluster uses mutual TLS.")
     ] = "",
 ) -> None:
     """Let a worker finish what runs, send it nothing new, and end it. Whoever supervises it may start it again."""
     try:
-        asyncio.run(drain(worker, redis, from_option(tls_dir)))
+        asyncio.run(drain(worker, redis or redis_of_this_host(), from_option(tls_dir)))
     except (CannotDrain, ValueError) as error:
         print(f"pdserve: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         print("\nThe worker goes on draining.", file=sys.stderr)
         raise typer.Exit(130) from None
+
+
+def redis_of_this_host() -> str:
+    """Where the workers of the one cluster here register. Raises CannotDrain when there are several."""
+    clusters = running_clusters()
+    if len(clusters) > 1:
+        raise CannotDrain(f"{len(clusters)} clusters run here: give --redis one of {', '.join(clusters)}")
+    return clusters[0] if clusters else LOCAL_REDIS
 
 
 async def drain(worker_id: str, redis_url: str, tls: Tls | None = None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_LAST_WORDS_BYTES = 64 << 10
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -89,6 +91,27 @@ def die_with_parent(parent_pid: int) -> None:
 def python_argv(module: str, *flags: str) -> list[str]:
     """Command line of one of our services."""
     return [sys.executable, "-m", module, *flags]
+
+
+def last_words(log: Path) -> str:
+    """Why a process that has just ended could not go on, by its log: the last reason that it gave, else its last line
+    that is no event. Empty when it said nothing."""
+    reasons: list[str] = []
+    text: list[str] = []
+    lines = log.read_bytes()[-_LAST_WORDS_BYTES:].decode(errors="replace").splitlines() if log.exists() else []
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            text.append(line.strip())
+            continue
+        if isinstance(event, dict) and isinstance(reason := event.get("reason"), str):
+            reasons.append(reason.strip())
+    if reasons:
+        return reasons[-1]
+    if box := [line.strip("│ ") for line in text if line.startswith("│")]:  # a wrong flag, as typer draws it
+        return " ".join(box)
+    return next((line for line in reversed(text) if line), "")
 
 
 def describe_exit(status: int) -> str:

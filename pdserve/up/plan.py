@@ -39,13 +39,11 @@ class Directories:
 def plan_cluster(settings: UpSettings, model: Path, redis_binary: Path | None, dirs: Directories) -> list[ChildSpec]:
     """Every child of the cluster; Redis, when it is ours (``redis_binary``), is the first."""
     specs: list[ChildSpec] = []
-    redis_url = settings.redis
+    redis_url = redis_url_of(settings, dirs)
     if redis_binary is not None:
         redis_socket = dirs.runtime / REDIS_SOCKET_NAME
-        redis_url = f"unix://{redis_socket}"
         argv = redis_argv(redis_binary, redis_socket)
         specs.append(ChildSpec("redis", argv, dirs.logs / "redis.log", partial(redis_is_healthy, redis_socket)))
-    assert redis_url is not None
 
     num_prefill = 0 if settings.aggregated else settings.prefill
     devices = assign_devices(settings.device, num_prefill + settings.decode, count_gpus())
@@ -90,6 +88,11 @@ def plan_cluster(settings: UpSettings, model: Path, redis_binary: Path | None, d
     is_healthy = partial(http_is_healthy, reachable_host(settings.host), settings.port, "/live")
     specs.append(ChildSpec("gateway", gateway, dirs.logs / "gateway.log", is_healthy))
     return specs
+
+
+def redis_url_of(settings: UpSettings, dirs: Directories) -> str:
+    """Of the user's Redis, or of our own."""
+    return settings.redis or f"unix://{dirs.runtime / REDIS_SOCKET_NAME}"
 
 
 def served_model_name(settings: UpSettings, model: Path) -> str:

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from pdserve.model_store import cache_dir
+from pdserve.cache import cache_dir, runs_dir
 from pdserve.up.devices import assign_devices, count_gpus
 from pdserve.up.errors import UpError
 from pdserve.up.plan import REDIS_SOCKET_NAME, Directories
@@ -30,7 +30,8 @@ _MAX_SOCKET_PATH_BYTES = 107  # of a unix socket, on Linux
 _ENGINE_BYTES = 400 << 20
 _OTHERS_BYTES = 700 << 20
 _KV_CACHE_BYTES = 1 << 30
-"""The engine's own default."""
+_HOST_KV_BYTES = 256 << 20
+"""The engine's own defaults; the second is of decode and aggregated workers, for the KV of preempted requests."""
 _BYTES_OF_DTYPE = {"auto": 2, "bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -76,7 +77,8 @@ def needed_bytes(settings: UpSettings, model: Path) -> int:
     on_disk = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     weights = on_disk * _BYTES_OF_DTYPE.get(settings.dtype, 2) // 2
     kv_cache_bytes = settings.kv_cache_bytes or _KV_CACHE_BYTES
-    return settings.num_engines * (2 * weights + kv_cache_bytes + _ENGINE_BYTES) + _OTHERS_BYTES
+    engines = settings.num_engines * (2 * weights + kv_cache_bytes + _ENGINE_BYTES)
+    return engines + settings.decode * _HOST_KV_BYTES + _OTHERS_BYTES
 
 
 def available_bytes() -> int:
@@ -105,7 +107,7 @@ def check_redis(url: str) -> None:
 
 def make_directories() -> Directories:
     """The log directory of this run, and in it a private one; those of older runs go, but for the last few."""
-    runs = cache_dir() / "runs"
+    runs = runs_dir()
     logs = runs / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     runtime = logs / "private"
     try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import shutil
 import signal
 import sys
@@ -15,10 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdserve.cache import cache_dir, forget_cluster, note_cluster
 from pdserve.model_store import ModelUnavailableError, resolve_model
 from pdserve.redis_server import RedisMissingError, redis_binary
 from pdserve.up.errors import UpError
-from pdserve.up.plan import plan_cluster, reachable_host, served_model_name
+from pdserve.up.plan import plan_cluster, reachable_host, redis_url_of, served_model_name
 from pdserve.up.preflight import check_memory, check_platform, check_port, check_redis, make_directories
 from pdserve.up.settings import UpSettings
 from pdserve.up.supervisor import Supervisor
@@ -42,11 +44,18 @@ def up(settings: UpSettings) -> int:
             model = resolve_model(settings.model)
             check_memory(settings, model)
             supervisor = Supervisor(plan_cluster(settings, model, binary, dirs))
+            note_cluster(dirs.logs, redis_url_of(settings, dirs))
             asyncio.run(_Run(settings, model, dirs.logs, supervisor, begin_s).run())
         finally:
+            forget_cluster(dirs.logs)
             shutil.rmtree(dirs.runtime, ignore_errors=True)  # Redis may be removing its socket at the same time
     except (UpError, ModelUnavailableError, RedisMissingError) as error:
         print(f"pdserve: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        print(f"pdserve: {error}: make room in {cache_dir()}, or set PDSERVE_CACHE to another disk", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # before the signal handlers are in place
         return 130

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from enum import Enum
 
-from pdserve.up.child import Child, ChildSpec, describe_exit
+from pdserve.up.child import Child, ChildSpec, describe_exit, last_words
 from pdserve.up.errors import UpError
 
 _POLL_S = 0.05
@@ -135,7 +135,9 @@ class Supervisor:
     def _fail(self, spec: ChildSpec, ending: str) -> None:
         self._changed(spec.name, ChildState.FAILED, ending)
         if self._start_failed is not None and not self._start_failed.done():
-            self._start_failed.set_exception(UpError(f"{spec.name} {ending} while starting; its log: {spec.log}"))
+            reason = last_words(spec.log)
+            why = f": {reason}" if reason else ""
+            self._start_failed.set_exception(UpError(f"{spec.name} {ending} while starting{why}; its log: {spec.log}"))
 
     def _changed(self, name: str, state: ChildState, text: str) -> None:
         self.states[name] = (state, text)

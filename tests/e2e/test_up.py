@@ -104,6 +104,12 @@ def fail_up(*flags: str, **environment: str) -> str:
     return result.stderr
 
 
+def drain(worker: str) -> subprocess.CompletedProcess[str]:
+    """Of the cluster that runs here, whichever Redis it has."""
+    argv = [sys.executable, "-m", "pdserve.cli", "drain", worker]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+
+
 def wait_gone(processes: list[psutil.Process]) -> None:
     def alive() -> list[psutil.Process]:
         return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
@@ -128,6 +134,8 @@ def test_first_answer_drawing_and_ctrl_c(tmp_path: Path) -> None:
         descendants = up.descendants()
         assert len(descendants) == 7  # five children, and the engine process of each worker
         assert up.ask() == answer.strip()
+        drained = drain("prefill-0")
+        assert "prefill-0 is drained" in drained.stdout, drained.stderr
         up.process.send_signal(signal.SIGINT)
         assert up.process.wait(timeout=30) == 0
         assert "Stopped 5 processes." in up.output
@@ -188,7 +196,9 @@ def test_a_child_that_dies_while_starting_is_one_line(model_dir: Path, tmp_path:
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps(config))
     line = fail_up(*port_flags(), "--model", str(tmp_path))
-    named = re.search(r"(prefill-0|decode-0) exited with \d+ while starting; its log: (\S+)\n$", line)
+    named = re.search(
+        r"(prefill-0|decode-0) exited with \d+ while starting: .*NoSuchModelForCausalLM.*; its log: (\S+)\n$", line
+    )
     assert named, line
     assert "NoSuchModelForCausalLM" in Path(named[2]).read_text()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import resource
 import signal
 import socket
 import subprocess
@@ -62,6 +64,21 @@ def test_a_gateway_process(model_dir: Path) -> None:
         assert not any("torch" in path for path in mapped)
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
+
+
+def test_more_clients_than_the_soft_limit_of_open_files(model_dir: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))  # inherited
+    try:
+        started = gateway("--model", str(model_dir), "--port", "0", "--router", "127.0.0.1:9")
+        with started as process, contextlib.ExitStack() as idle:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            port = log_line(process, "ready")["port"]
+            for _ in range(400):
+                idle.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+            assert httpx.get(f"http://127.0.0.1:{port}/live", timeout=5).status_code == 200
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize(

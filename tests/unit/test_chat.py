@@ -144,3 +144,16 @@ def test_a_failed_question_is_not_remembered(api: FakeApi) -> None:
     output = run_chat(api, "one\ntwo\n")
     assert "too long (HTTP 400)" in output
     assert [len(body["messages"]) for body in api.bodies] == [1, 1]  # type: ignore[arg-type]
+
+
+def test_an_error_with_brackets_is_shown_as_it_is(api: FakeApi) -> None:
+    api.error = 400, b'{"error": {"message": "messages[0] has [/b] and [red]"}}'
+    output = run_chat(api, "one\ntwo\n")
+    assert "messages[0] has [/b] and [red] (HTTP 400)" in output
+    assert "You said 1." in output, "the conversation goes on"
+
+
+async def test_an_id_is_one_part_of_the_path(api: FakeApi) -> None:
+    async with ChatClient(api.url) as client:
+        with pytest.raises(ChatError, match="404"):
+            await client.times("id-1?x#y")

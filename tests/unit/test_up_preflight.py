@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import stat
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from engine.config import EngineConfig
+from pdserve.cache import forget_cluster, note_cluster, running_clusters
 from pdserve.redis_server import redis_argv
 from pdserve.up import preflight
 from pdserve.up.errors import UpError
-from pdserve.up.plan import Directories, free_ports, plan_cluster, reachable_host, served_model_name
+from pdserve.up.plan import Directories, free_ports, plan_cluster, reachable_host, redis_url_of, served_model_name
 from pdserve.up.settings import UpSettings
 
 
@@ -30,12 +34,19 @@ def test_a_foreign_address_is_one_line() -> None:
         preflight.check_port("192.0.2.1", 8000)
 
 
+def engine_default(name: str) -> Any:
+    return next(field.default for field in dataclasses.fields(EngineConfig) if field.name == name)
+
+
 def test_memory_counts_every_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\0" * 1000)
     one = preflight.needed_bytes(UpSettings(aggregated=True), tmp_path)
     two = preflight.needed_bytes(UpSettings(), tmp_path)
     four = preflight.needed_bytes(UpSettings(prefill=2, decode=2), tmp_path)
-    assert two - one == (four - two) // 2 > 1 << 30
+    prefill_bytes = two - one
+    decode_bytes = four - two - prefill_bytes
+    assert prefill_bytes > 1 << 30
+    assert decode_bytes - prefill_bytes == engine_default("host_kv_bytes")
     in_float32 = preflight.needed_bytes(UpSettings(aggregated=True, dtype="float32"), tmp_path)
     assert in_float32 - one == 2000
     monkeypatch.setattr(preflight, "available_bytes", lambda: two - 1)
@@ -146,3 +157,18 @@ def test_our_redis_keeps_nothing_and_listens_on_no_port(tmp_path: Path) -> None:
     assert value_of(argv, "--save") == ""
     assert value_of(argv, "--appendonly") == "no"
     assert int(value_of(argv, "--maxmemory")) > 0
+
+
+def test_a_running_cluster_is_found_by_its_redis(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PDSERVE_CACHE", str(tmp_path))
+    assert running_clusters() == []
+    dirs = preflight.make_directories()
+    note_cluster(dirs.logs, redis_url_of(UpSettings(redis="redis://somewhere:6379"), dirs))
+    assert running_clusters() == ["redis://somewhere:6379"]
+    dead = subprocess.Popen(["true"])
+    dead.wait(timeout=10)
+    (gone := tmp_path / "runs" / f"20200101-000000-{dead.pid}").mkdir()
+    note_cluster(gone, "redis://elsewhere:6379")
+    assert running_clusters() == ["redis://somewhere:6379"]
+    forget_cluster(dirs.logs)
+    assert running_clusters() == []

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from pdserve.redis_server import redis_argv, redis_binary
-from pdserve.up.child import Child, ChildSpec, describe_exit
+from pdserve.up.child import Child, ChildSpec, describe_exit, last_words
 from pdserve.up.errors import UpError
 from pdserve.up.health import http_is_healthy, redis_is_healthy
 from pdserve.up.plan import free_ports
@@ -68,7 +68,9 @@ async def test_all_start_and_all_end(tmp_path: Path) -> None:
 async def test_a_child_that_dies_ends_the_start_with_one_line(tmp_path: Path) -> None:
     supervisor = Supervisor([server("fine", tmp_path), script("broken", tmp_path, "print('why'); raise SystemExit(3)")])
     try:
-        with pytest.raises(UpError, match=rf"^broken exited with 3 while starting; its log: {tmp_path}/broken\.log$"):
+        with pytest.raises(
+            UpError, match=rf"^broken exited with 3 while starting: why; its log: {tmp_path}/broken\.log$"
+        ):
             await supervisor.start(timeout_s=30)
     finally:
         await supervisor.stop()
@@ -167,6 +169,24 @@ async def test_our_redis_starts_and_answers(tmp_path: Path) -> None:
     assert await redis_is_healthy(socket)
     await supervisor.stop()
     assert not await redis_is_healthy(socket)
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        ("", ""),
+        ('{"event": "stopped"}\n', ""),
+        ("router: policy='x' is not known\n", "router: policy='x' is not known"),
+        ('{"reason": "use --port", "event": "cannot start"}\n{"event": "stopped"}\n', "use --port"),
+        ("╭─ Error ──╮\n│ Invalid value for │\n│ '--transfer'.     │\n╰────╯\n", "Invalid value for '--transfer'."),
+        ("Traceback (most recent call last):\n  File\nValueError: no\n\n", "ValueError: no"),
+        ('{"reason": 5}\n[1]\n', ""),
+    ],
+)
+def test_the_last_words_of_a_process(tmp_path: Path, log: str, words: str) -> None:
+    (tmp_path / "log").write_text(log)
+    assert last_words(tmp_path / "log") == words
+    assert last_words(tmp_path / "none") == ""
 
 
 def test_exits_in_words() -> None:
