@@ -2,6 +2,7 @@
 
     python -m bench.targets --output targets.json                 # all parts that this machine can run
     python -m bench.targets --only check,kernels,llama --output targets.json
+    python -m bench.targets --read llama=llama.json --read serve=serve.json      # a table of what was measured before
     python -m bench.targets --list
 
 On a machine with GPUs the parts are those of GPUs, else those of the CPU. Each part is a benchmark (or tests) in a
@@ -110,13 +111,13 @@ def run(part: Part, gpus: int, limit_s: float | None, loads: str) -> Ran:
                 end_group(process)
         ran.seconds = round(time.monotonic() - began_s, 1)
         printed = log.read_text(errors="replace").splitlines()
-        read(part, ran, output)
+        read_json(part, ran, output)
     if ran.state != "ok":
         ran.tail = "\n".join(printed[-_TAIL_LINES:])
     return ran
 
 
-def read(part: Part, ran: Ran, output: Path) -> None:
+def read_json(part: Part, ran: Ran, output: Path) -> None:
     """Its JSON, also of one that failed after it had written some."""
     if part.lines is None:
         return
@@ -126,6 +127,16 @@ def read(part: Part, ran: Ran, output: Path) -> None:
     except (OSError, ValueError, LookupError, TypeError) as error:
         if ran.state == "ok":
             ran.state, ran.why = "failed", f"its JSON is not as expected: {error!r}"
+
+
+def read_only(text: str) -> Ran:
+    """Of ``NAME=FILE``: what was measured before. Raises typer.BadParameter."""
+    name, _, file = text.partition("=")
+    if name not in BY_NAME or BY_NAME[name].lines is None or not Path(file).is_file():
+        raise typer.BadParameter(f"--read {text}: give a part with figures, and its JSON, as llama=llama.json")
+    ran = Ran(name, f"read from {file}")
+    read_json(BY_NAME[name], ran, Path(file))
+    return ran
 
 
 def fill_in(part: Part, gpus: int, loads: str, output: Path) -> list[str]:
@@ -167,6 +178,11 @@ def report(every: list[Ran]) -> str:
     return "\n".join(texts)
 
 
+def machine(gpus: int) -> dict[str, str]:
+    device = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else platform.processor() or platform.machine()
+    return {"device": device, "torch": torch.__version__}
+
+
 def main(
     output: Annotated[Path | None, typer.Option(help="JSON with everything.")] = None,
     only: Annotated[str, typer.Option(help="Parts, separated by commas.  [default: those of this machine]")] = "",
@@ -174,6 +190,7 @@ def main(
     traces: Annotated[
         Path | None, typer.Option(help="Folder with Mooncake's and Azure's traces.", envvar="PDSERVE_DATA")
     ] = None,
+    read: Annotated[list[str] | None, typer.Option(metavar="NAME=FILE", help="Run nothing; a part's JSON.")] = None,
     show: Annotated[bool, typer.Option("--list", help="Name the parts, and run none.")] = False,
 ) -> None:
     """Our figures beside the peers', the limits and the targets."""
@@ -184,15 +201,13 @@ def main(
     names = only.split(",") if only else [part.name for part in PARTS if (part.gpus > 0) == (gpus > 0)]
     if unknown := [name for name in names if name not in BY_NAME]:
         raise typer.BadParameter(f"no part {', '.join(unknown)}: there are {', '.join(BY_NAME)}")
-    device = torch.cuda.get_device_name() if gpus else platform.processor() or platform.machine()
-    every: list[Ran] = []
-    for name in names:
+    every = [read_only(text) for text in read or ()]
+    for name in names if not every else ():
         print(f"{name} ...", file=sys.stderr, flush=True)
         every.append(run(BY_NAME[name], gpus, limit_s, loads_of(gpus, traces)))
         print(f"{name}: {every[-1].state}, {every[-1].seconds:.0f} s", file=sys.stderr, flush=True)
         if output is not None:
-            content = {"device": f"{gpus} x {device}" if gpus else device, "torch": torch.__version__}
-            output.write_text(json.dumps({**content, "parts": [asdict(ran) for ran in every]}, indent=1))
+            output.write_text(json.dumps({**machine(gpus), "parts": [asdict(ran) for ran in every]}, indent=1))
     print(report(every))
     if any(ran.state in ("failed", "too long") for ran in every):
         raise typer.Exit(1)

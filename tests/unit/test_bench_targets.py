@@ -10,12 +10,14 @@ from typing import Any
 
 import psutil
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from bench import gpu_engine, gpu_handoff, gpu_serve, gpu_transfer, target_lines
 from bench.apart import Figures
 from bench.goals import Goal, is_met
 from bench.target_lines import Line, table
-from bench.targets import PARTS, Part, Ran, report, run
+from bench.targets import PARTS, Part, Ran, main, report, run
 
 
 def as_read(raw: Any) -> Any:
@@ -142,6 +144,21 @@ def test_a_part_leaves_its_json_and_its_lines(tmp_path: Path) -> None:
     assert "1 of 1 targets met" in report([ran])
     part = Part("other", f"json.tool {source} OUTPUT", target_lines.cpu_service, 20, gpus=0)
     assert run(part, 0, None, "").why.startswith("its JSON is not as expected")
+
+
+def test_what_was_measured_before_is_read(tmp_path: Path) -> None:
+    rows = tmp_path / "llama.json"
+    rows.write_text(json.dumps([asdict(gpu_engine.Row("decode", "ms", 2.0, Goal(3.0, 1.0, 1.5)))]))
+    done = CliRunner().invoke(app(), ["--read", f"llama={rows}"])
+    assert "| decode | 2 | 3 | 1 | 1.5 | ms | missed |" in done.output
+    for wrong in (f"check={rows}", f"llama={tmp_path}/none", f"lama={rows}"):
+        assert CliRunner().invoke(app(), ["--read", wrong]).exit_code == 2
+
+
+def app() -> typer.Typer:
+    app = typer.Typer()
+    app.command()(main)
+    return app
 
 
 def test_failed_late_and_impossible_parts_say_so(tmp_path: Path) -> None:
