@@ -275,17 +275,20 @@ def main(
     lanes: Annotated[str, typer.Option(help="Backends, separated by commas.")] = "cuda_ipc,nccl",
     tokens: Annotated[str, typer.Option(help="Prompt lengths, separated by commas.")] = "2048,8192,32768",
     repeats: Annotated[int, typer.Option(help="Of each measurement.")] = 5,
+    where: Annotated[str, typer.Option(help="On one GPU, between two, or both.")] = "one,two",
     output: Annotated[Path | None, typer.Option(help="JSON of all figures.")] = None,
 ) -> None:
     """Exposed part of hand-offs between GPUs, as a part of the time to the first token."""
     lengths = [int(length) for length in tokens.split(",")]
     figures: list[HandoffFigure] = []
-    places = {"one GPU": "cuda:0"} | ({"two GPUs": "cuda:1"} if torch.cuda.device_count() > 1 else {})
+    places = {"one GPU": "cuda:0"} if "one" in where.split(",") else {}
+    if torch.cuda.device_count() > 1 and "two" in where.split(","):
+        places["two GPUs"] = "cuda:1"
     names = lanes.split(",")
     with tempfile.TemporaryDirectory() as directory:
         write_model(MODEL, Path(directory))
         p, theirs = SPAWN.Pipe()
-        usable = [name for name in names if name != "nccl" or len(places) > 1]
+        usable = [name for name in names if name != "nccl" or "two GPUs" in places]
         processes = [SPAWN.Process(target=prefill, args=(theirs, directory, usable, max(lengths)), daemon=True)]
         sides: dict[str, tuple[Connection, list[str]]] = {}
         for where, device in places.items():
@@ -309,6 +312,8 @@ def main(
                 for length in lengths:
                     figure = measure(pair, f"{lane}, {where}", length, repeats)
                     figures.append(figure)
+                    if output is not None:  # after each: an interrupted run leaves what it has
+                        output.write_text(json.dumps([asdict(figure) for figure in figures], indent=1))
                     print(
                         f"| {figure.lane} | {length} | {figure.alone_ms:.1f} ms | {figure.ttft_ms:.1f} ms "
                         f"| {figure.exposed_ms:.2f} ms | {figure.exposed_percent:.2f} | {figure.gb_per_s:.1f} |",
@@ -316,8 +321,6 @@ def main(
                     )
         for process in processes:
             process.kill()
-    if output is not None:
-        output.write_text(json.dumps([asdict(figure) for figure in figures], indent=1))
 
 
 def measure(pair: Pair, lane: str, length: int, repeats: int) -> HandoffFigure:

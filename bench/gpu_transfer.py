@@ -286,17 +286,20 @@ def measure_copy(source_device: str, target_device: str, size: int, repeats: int
 def main(
     only: Annotated[str, typer.Option(help="Backends, separated by commas.")] = "cuda_ipc,nccl,ucx",
     repeats: Annotated[int, typer.Option(help="Of each measurement.")] = 3,
+    where: Annotated[str, typer.Option(help="On one GPU, between two, or both.")] = "one,two",
     output: Annotated[Path | None, typer.Option(help="JSON of all rates.")] = None,
 ) -> None:
     """GB/s of KV from one process's GPU to another's."""
-    pairs = {"one GPU": ("cuda:0", "cuda:0")}
-    if torch.cuda.device_count() > 1:
+    pairs = {"one GPU": ("cuda:0", "cuda:0")} if "one" in where.split(",") else {}
+    if torch.cuda.device_count() > 1 and "two" in where.split(","):
         pairs["two GPUs"] = ("cuda:0", "cuda:1")
     rates: list[Rate] = []
 
     def row(lane: str, what: str, figures: list[float]) -> None:
         rates.extend(Rate(lane, size, what, figure) for size, figure in zip(SIZES, figures, strict=True))
         print(f"| {lane} | {what} | {' | '.join(f'{figure:.1f}' for figure in figures)} |", flush=True)
+        if output is not None:  # after each row: an interrupted run leaves what it has
+            output.write_text(json.dumps([asdict(rate) for rate in rates], indent=1))
 
     print(f"| lane | what | {' | '.join(SIZES)} |\n| --- | --- |{' --- |' * len(SIZES)}")
     for where, (source, target) in pairs.items():
@@ -313,8 +316,6 @@ def main(
             row(f"{name}, {where}", "moved", [moved for moved, _ in figures])
             row(f"{name}, {where}", "packed and verified", [verified for _, verified in figures])
             sending.close()
-    if output is not None:
-        output.write_text(json.dumps([asdict(rate) for rate in rates], indent=1))
 
 
 if __name__ == "__main__":
