@@ -40,9 +40,9 @@ SHAPE: dict[str, int] = {
     "hidden_size": 2048,
     "intermediate_size": 5632,
     "num_hidden_layers": 16,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "head_dim": 64,
     "vocab_size": 4096,
 }
 PROMPT_TOKENS, MAX_TOKENS, NUM_PROMPTS = 6000, 160, 4
