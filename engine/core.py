@@ -30,6 +30,7 @@ from typing import Any
 from engine.admission import EngineLimits, Refusal, find_refusal
 from engine.batch import SampledBatch, ScheduledBatch
 from engine.config import EngineConfig
+from engine.gauges import read_stats
 from engine.handoff import HandoffReceiver, HandoffSender
 from engine.messages import (
     AddRequest,
@@ -235,7 +236,7 @@ class EngineCore:
         return self.scheduler.next_deadline_s()
 
     def stats(self) -> EngineStats:
-        return self.scheduler.stats()
+        return read_stats(self.scheduler)
 
     # --- hand-off, sender side ---
 

@@ -11,8 +11,9 @@ A decode is a chunk of one token. Blocks for all known tokens are taken at admis
     running          holds blocks, computes               holding         P: prefill done, hand-off open
     waiting_for_kv   D: nothing or reserved blocks        inflight        held back: its prefix is being computed now
 
-Owns these queues (D's: ``Reservations``); what a request holds is in ``BlockTables``, when it has its last token in
-``FinishRules``. Knows nothing of devices, processes or transfers. Called by ``EngineCore`` only. ``update()`` ignores
+Owns these queues (D's: ``Reservations``); what a request holds is in ``BlockTables``, whether it may have more in
+``Room``, when it has its last token in ``FinishRules``, and when a step gets too long beside decodes in ``ItlBudget``.
+Knows nothing of devices, processes or transfers. Called by ``EngineCore`` only. ``update()`` ignores
 items of requests that ended or were preempted since ``schedule()``.
 
 With a step in flight (``launched``, not yet ``update``d) requests are scheduled past it: its tokens count as computed
@@ -22,7 +23,6 @@ and the one it draws as known. Blocks it writes are freed only when it is over. 
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable
 
 import msgspec
@@ -31,15 +31,16 @@ from engine.batch import SampledBatch, ScheduledBatch, ScheduledItem
 from engine.block_pool import BlockPool
 from engine.block_tables import BlockTables
 from engine.config import EngineConfig
+from engine.deadlines import Deadlines
 from engine.finish import FinishRules
 from engine.inflight_prefixes import InflightPrefixes
 from engine.itl_budget import ItlBudget
 from engine.messages import EngineStats, FinishReason, RequestOutput, Timings, TokenLogprobs
 from engine.offload import HostMemory, Offload
-from engine.preemption import headroom, is_catching_up
 from engine.request import Request, RequestStatus
 from engine.request_queue import RequestQueue
 from engine.reservations import Reservations
+from engine.room import Room
 from engine.ticket_desk import TicketDesk
 
 
@@ -65,14 +66,13 @@ class Scheduler:
         self.waiting = RequestQueue()
         self.reservations = Reservations(self.blocks, self._queue)
         self.holding: dict[str, Request] = {}
-        self.desk = TicketDesk(max_peer_blocks=max(1, int(num_blocks * config.max_peer_pool_fraction)))
+        self.desk = TicketDesk(max(1, int(num_blocks * config.max_peer_pool_fraction)), config.block_size)
         self.counters = EngineStats()
         self.offload = Offload(host_memory, self.counters)
         budget_s = config.itl_budget_ms / 1e3
         self.itl_budget = ItlBudget(budget_s, config.max_num_batched_tokens) if budget_s else None
-        # Every running request gets a token in every step.
-        self._seats = min(config.max_num_seqs, config.max_num_batched_tokens)
-        self._deadlines: list[tuple[float, str]] = []
+        self._deadlines = Deadlines(self.requests)
+        self._room = Room(config, self.pool, self.blocks, self.inflight, self.running, self.reservations, self.desk)
         self._step = 0
         self._prefill_tokens = config.max_num_batched_tokens
         """That the step may have, beside its decodes."""
@@ -89,7 +89,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Takes over the request. It can run here by itself, and no other has its id."""
         self.requests[request.request_id] = request
-        heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
+        self._deadlines.add(request)
         if request.status is RequestStatus.WAITING_FOR_KV:
             self.waiting_for_kv[request.request_id] = request
         else:
@@ -111,25 +111,17 @@ class Scheduler:
         request.finish_reason = reason
         request.transition(RequestStatus.FINISHED)
         del self.requests[request.request_id]
-        if len(self._deadlines) > 64 + 2 * len(self.requests):
-            self._deadlines = [(r.deadline_s, r.request_id) for r in self.requests.values()]
-            heapq.heapify(self._deadlines)
+        self._deadlines.forget_ended()
         self._stuck = False
 
     def expired(self, now_s: float) -> list[Request]:
         """Requests whose deadline passed; each is returned once, the caller ends them."""
-        expired = []
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            request = self.requests.get(heapq.heappop(self._deadlines)[1])
-            if request is not None:
-                expired.append(request)
-        return expired
+        return self._deadlines.expired(now_s)
 
     def next_deadline_s(self) -> float | None:
         """When ``expired`` or ``schedule`` will have something to do by the clock alone."""
-        desk_s = self.desk.next_due_s()
-        deadlines = [self._deadlines[0][0]] if self._deadlines else []
-        return min(deadlines + ([desk_s] if desk_s is not None else []), default=None)
+        times_s = (self._deadlines.next_s(), self.desk.next_due_s())
+        return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     def not_begun(self) -> list[Request]:
         """Requests that hold nothing and computed nothing here: others may have them at no loss."""
@@ -172,7 +164,7 @@ class Scheduler:
         for request in prefills:
             if budget and request.status is RequestStatus.RUNNING:
                 budget -= self._put(items, request, budget)
-        while budget and len(self.running) + self.reservations.num_seats < self._seats:
+        while budget and self._room.has_seat():
             request_or_none = self._admit_next(now_s)
             if request_or_none is None:
                 break
@@ -207,32 +199,11 @@ class Scheduler:
 
     def ask_for_tickets(self, now_s: float) -> list[Request]:
         """After schedule(): the requests that ask now, so that their tickets are here for the next step."""
-        asking: list[Request] = []
         if not self.desk.queue:
-            return asking
+            return []
         # This step's work and the next one's.
-        tokens_ahead = sum(r.num_tokens - r.num_computed_tokens for r in self.running) + self.desk.tokens_ahead
-        while self.desk.queue and tokens_ahead < 2 * self.config.max_num_batched_tokens:
-            request = self.desk.queue.head()
-            if len(self.running) + self.reservations.num_seats + self.desk.num_ahead >= self._seats:
-                break
-            if self.waiting and self.waiting.head().order < request.order:
-                break
-            cached, blocks, is_held = self._match(request)
-            if is_held:
-                self.desk.queue.remove(request)
-                continue
-            if self.desk.park_if_over_cap(request, blocks):
-                continue
-            if blocks > self._room() - self.desk.pledged_blocks:
-                break
-            tokens = request.num_tokens - len(cached) * self.config.block_size
-            self.desk.ask(request, blocks, tokens, now_s)
-            tokens_ahead += tokens
-            if request.ticket_asked_s is None:
-                request.ticket_asked_s = now_s
-            asking.append(request)
-        return asking
+        tokens_ahead = sum(r.num_tokens - r.num_computed_tokens for r in self.running)
+        return self.desk.ask_all(self._room, self.waiting, 2 * self.config.max_num_batched_tokens - tokens_ahead, now_s)
 
     def update(self, batch: ScheduledBatch, sampled: SampledBatch, now_s: float) -> list[RequestOutput]:
         """The requests' outputs; those of requests that are HOLDING_KV now are for the sender, not for the client."""
@@ -278,20 +249,10 @@ class Scheduler:
         """
         if request.request_id in self.reservations.reserved:
             return request.num_computed_tokens
-        if self.preempted or any(map(is_catching_up, self.running)):
+        found = None if self.preempted else self._room.to_reserve(request, self.waiting)
+        if found is None:
             return None
-        # Those that wait to be computed here and came before keep their room; they need not have begun.
-        before = [waiting for waiting in self.waiting if waiting.order < request.order]
-        if len(self.running) + self.reservations.num_seats + len(before) >= self._seats:
-            return None
-        cached, lacking = self.blocks.match(request, request.num_tokens)
-        if lacking and self.inflight.is_claimed(lacking[0]):
-            return None
-        num_blocks = self.blocks.blocks_for(request.num_tokens + 1)
-        promised = sum(self.blocks.blocks_for(waiting.num_tokens + 1) for waiting in before)
-        if self.blocks.cost(cached, num_blocks) > self._room() - promised:
-            return None
-        self._take_blocks(request, cached, num_blocks)
+        self._take_blocks(request, *found)
         self.reservations.reserved[request.request_id] = request
         return request.num_computed_tokens
 
@@ -316,15 +277,12 @@ class Scheduler:
             self.reservations.forget(request)
             request.transition(RequestStatus.RUNNING)
             self.running.push(request)
-        return RequestOutput(
+        return msgspec.structs.replace(
+            first_output,
             request_id=request.request_id,
             token_ids=[token_id],
-            logprobs=first_output.logprobs,
             finish_reason=finish_reason,
             stop_token_id=stop_token_id,
-            timings=first_output.timings,
-            cached_tokens=first_output.cached_tokens,
-            sent_kv_tokens=first_output.sent_kv_tokens,
         )
 
     # --- admission ---
@@ -344,7 +302,7 @@ class Scheduler:
         """The next request in order gets its blocks and runs. None: it and all behind it must wait."""
         while queue := self.preempted or self.granted or self.waiting:
             request = queue.head()
-            cached, blocks, is_held = self._match(request)
+            cached, blocks, is_held = self._room.match(request)
             if is_held:
                 queue.remove(request)
                 continue
@@ -366,25 +324,11 @@ class Scheduler:
             return request
         return None
 
-    def _match(self, request: Request) -> tuple[list[int], int, bool]:
-        """Published blocks of its prefix, available blocks that admission takes, and whether it is held back now."""
-        # The last token is always computed: its logits are what the next token is drawn from.
-        cached, lacking = self.blocks.match(request, request.num_tokens - 1)
-        blocks = self.blocks.cost(cached, self.blocks.blocks_for(request.num_tokens))
-        return cached, blocks, not request.host_slots and self.inflight.hold(request, lacking)
-
     def _room_for(self, request: Request, queue: RequestQueue) -> int:
         """Blocks that its admission may take."""
         if queue is self.preempted:
-            return self.pool.num_available - max(
-                self.reservations.num_seats, headroom(request, self.running, self.config, self._prefill_tokens)
-            )
-        return self._room() - (self.desk.pledged_blocks if queue is self.waiting else 0)
-
-    def _room(self) -> int:
-        """Blocks that an admission may take: each request that decodes, or will, keeps one to grow into."""
-        growing = sum(not request.sends_kv for request in self.running) + self.reservations.num_seats
-        return self.pool.num_available - growing
+            return self._room.of_preempted(request, self._prefill_tokens)
+        return self._room.of_waiting() if queue is self.waiting else self._room.of_granted()
 
     # --- blocks ---
 
@@ -469,28 +413,3 @@ class Scheduler:
         if finish_reason is not None:
             self.end(request, finish_reason)
         return output
-
-    def stats(self) -> EngineStats:
-        """Counters and gauges of now. O(requests): for heartbeats, not for every step."""
-        not_computed = (
-            request.num_tokens - request.num_computed_tokens - request.num_host_tokens
-            for request in self.requests.values()
-            if request.status not in (RequestStatus.WAITING_FOR_KV, RequestStatus.HOLDING_KV)
-        )
-        return msgspec.structs.replace(
-            self.counters,
-            running=len(self.running),
-            waiting=self.num_queued - len(self.waiting_for_kv),
-            waiting_for_kv=len(self.waiting_for_kv),
-            holding_kv=len(self.holding),
-            # One token ahead is a decode, not a queue.
-            queued_tokens=sum(tokens for tokens in not_computed if tokens > 1),
-            shares_prefill=self.itl_budget is not None and self.itl_budget.has_room and not self.preempted,
-            prefill_tokens_per_s=0.0 if self.itl_budget is None else self.itl_budget.tokens_per_s,
-            total_blocks=self.pool.num_blocks,
-            free_blocks=self.pool.num_free,
-            cached_blocks=self.pool.num_cached,
-            host_blocks=self.offload.num_used,
-            total_host_blocks=self.offload.num_slots,
-            reservations_taken_over_total=self.reservations.taken_over_total,
-        )

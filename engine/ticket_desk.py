@@ -20,6 +20,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from dataclasses import dataclass
+from typing import Protocol
 
 from engine.messages import SendKV
 from engine.request import Request
@@ -27,6 +28,14 @@ from engine.request_queue import RequestQueue
 
 ANSWER_PATIENCE_S = 0.5
 """A receiver answers between two of its steps."""
+
+
+class Room(Protocol):
+    """What is asked of ``engine.room.Room``."""
+
+    def has_seat(self, promised: int) -> bool: ...
+    def match(self, request: Request) -> tuple[list[int], int, bool]: ...
+    def of_waiting(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -47,8 +56,9 @@ def _peer_id(request: Request) -> str:
 
 
 class TicketDesk:
-    def __init__(self, max_peer_blocks: int) -> None:
+    def __init__(self, max_peer_blocks: int, block_size: int) -> None:
         self.max_peer_blocks = max_peer_blocks
+        self._block_size = block_size
         self.queue = RequestQueue()
         self._asked: dict[str, Request] = {}
         self._deferred: dict[str, Request] = {}
@@ -68,6 +78,26 @@ class TicketDesk:
             self.queue or self._asked or self._deferred or self._parked or self._claims or self._blocks_of_peer
         ) and (self.pledged_blocks, self.num_ahead, self.tokens_ahead) == (0, 0, 0)
 
+    def ask_all(self, room: Room, waiting: RequestQueue, max_tokens_ahead: int, now_s: float) -> list[Request]:
+        """Those that ask now, in order: as long as there is room for them, and work is wanted. ``waiting``: those that
+        need no ticket; nobody overtakes them."""
+        asking: list[Request] = []
+        while self.queue and self.tokens_ahead < max_tokens_ahead:
+            request = self.queue.head()
+            if not room.has_seat(promised=self.num_ahead) or (waiting and waiting.head().order < request.order):
+                break
+            cached, blocks, is_held = room.match(request)
+            if is_held:
+                self.queue.remove(request)
+                continue
+            if self.park_if_over_cap(request, blocks):
+                continue
+            if blocks > room.of_waiting():
+                break
+            self.ask(request, blocks, request.num_tokens - len(cached) * self._block_size, now_s)
+            asking.append(request)
+        return asking
+
     def park_if_over_cap(self, request: Request, blocks: int) -> bool:
         """Set the queued ``request`` aside if its receiver's share is used up. Whether it was."""
         peer_id = _peer_id(request)
@@ -82,6 +112,8 @@ class TicketDesk:
         """The queued ``request`` asks; ``blocks`` of the pool are pledged to it, and its ``tokens`` are work ahead."""
         self.queue.remove(request)
         self._asked[request.request_id] = request
+        if request.ticket_asked_s is None:
+            request.ticket_asked_s = now_s
         self._overdue.append((now_s + ANSWER_PATIENCE_S, request.request_id))
         self._claims[request.request_id] = _Claim(_peer_id(request), blocks, tokens)
         self._count(_peer_id(request), blocks)
