@@ -35,6 +35,20 @@ def test_a_gpu_gets_larger_blocks_and_steps() -> None:
     assert (given.block_size, given.max_num_seqs, given.max_num_batched_tokens) == (16, 4, 8192)
 
 
+def test_only_a_decode_worker_on_a_gpu_has_an_itl_budget_unless_told() -> None:
+    budgets = {
+        (device, role): config_for_device({"model": "m", "device": device}, role).itl_budget_ms
+        for device in ("cpu", "cuda:0")
+        for role in ("decode", "aggregated", "prefill")
+    }
+    assert {where: budget for where, budget in budgets.items() if budget} == {("cuda:0", "decode"): 15.0}
+    told = [config_for_device({"model": "m", "device": d, "itl_budget_ms": 40.0}, "decode") for d in ("cpu", "cuda")]
+    assert [config.itl_budget_ms for config in told] == [40.0, 40.0]
+    assert config_for_device({"model": "m", "device": "cuda", "itl_budget_ms": 0.0}, "decode").itl_budget_ms == 0
+    with pytest.raises(ValueError, match="0 for no limit"):
+        EngineConfig(model="m", itl_budget_ms=-1)
+
+
 def test_cuda_takes_the_triton_kernels() -> None:
     pytest.importorskip("triton")
     assert fastest_kernels(torch.device("cuda"))[0].name == "triton"

@@ -57,3 +57,14 @@ def test_the_workers_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         assert argv[argv.index("--device") + 1] == "cuda:0"
         assert argv[argv.index("--gpu-memory-utilization") + 1] == "0.45"
         assert "--kv-cache-bytes" not in argv
+
+
+def test_the_itl_budget_is_for_those_who_decode(tmp_path: Path) -> None:
+    for settings in (UpSettings(itl_budget_ms=12.5), UpSettings(itl_budget_ms=12.5, aggregated=True)):
+        specs = plan_cluster(settings, tmp_path, tmp_path / "server", Directories(tmp_path, tmp_path))
+        told = {
+            spec.name: spec.argv[spec.argv.index("--itl-budget-ms") + 1]
+            for spec in specs
+            if "--itl-budget-ms" in spec.argv
+        }
+        assert told == {"aggregated-0" if settings.aggregated else "decode-0": "12.5"}
