@@ -265,8 +265,8 @@ class Placer:
         """When the queues of all prefill workers are full: decode workers that have time. Whatever the policy."""
         if not self._config.local_prefill_tokens:
             return []
-        limit_s = self._limit_s(patience_s or 0.0)
-        return self._with_room(self._shared_prefill.within(info, pools, limit_s), patience_s)
+        limit_s, now_s = self._limit_s(patience_s or 0.0), asyncio.get_running_loop().time()
+        return self._with_room(self._shared_prefill.within(info, pools, limit_s, now_s), patience_s)
 
     def _with_room(self, pools: list[Pool[Worker]], patience_s: float | None) -> list[Pool[Worker]]:
         """Without workers that prefill and whose queue is full, or longer than ``patience_s``. Empty when all are."""

@@ -58,14 +58,14 @@ class SharedPrefill:
         prefill = choice.prefill
         if prefill is not None and (s_per_token := prefill.prefill_s_per_token):
             lacks = _uncached(prompt, prefill)
-            waits_s = max(prefill.load.queued_tokens * s_per_token, prefill.likely_wait_s(now_s))
             handoff_s = choice.decode.load.exposed.seconds_per_token * _uncached(prompt, choice.decode)
-            limit_s = waits_s + lacks * s_per_token + handoff_s - MIN_GAIN_S
+            limit_s = _wait_s(prefill, s_per_token, now_s) + lacks * s_per_token + handoff_s - MIN_GAIN_S
             margin = GO_ON if self._goes_on else BEGIN
 
             def is_sooner(worker: W) -> bool:
                 less = _uncached(prompt, worker) / lacks
-                alone_s = _alone_s(prompt, worker, s_per_token / UNTRIED)
+                per_token_s = _shared_s_per_token(worker, s_per_token)
+                alone_s = _wait_s(worker, per_token_s, now_s) + _uncached(prompt, worker) * per_token_s
                 return alone_s * max(1.0, margin * min(1.0, less)) < limit_s
 
             decodes = next(pool.decodes for pool in pools if choice.decode in pool.decodes)
@@ -75,28 +75,29 @@ class SharedPrefill:
         self._goes_on = bool(found)
         return [Pool((), found)] if found else []
 
-    def within(self, prompt: PromptInfo, pools: Sequence[Pool[W]], limit_s: float) -> list[Pool[W]]:
+    def within(self, prompt: PromptInfo, pools: Sequence[Pool[W]], limit_s: float, now_s: float) -> list[Pool[W]]:
         """Decode workers that would begin with it by then, whatever the prefill workers do."""
         found = []
         for pool in pools:
-            untried = max((worker.prefill_s_per_token for worker in pool.prefills), default=0.0) / UNTRIED
-            decodes = [w for w in pool.decodes if _has_room(prompt, w) and _wait_s(w, untried) < limit_s]
+            slowest = max((worker.prefill_s_per_token for worker in pool.prefills), default=0.0)
+            decodes = [
+                worker
+                for worker in pool.decodes
+                if _has_room(prompt, worker) and _wait_s(worker, _shared_s_per_token(worker, slowest), now_s) < limit_s
+            ]
             found += [Pool((), decodes)] if decodes and pool.prefills else []
         return found
 
 
-def _alone_s(prompt: PromptInfo, worker: Waits, untried_s_per_token: float) -> float:
-    """Until a decode worker has computed the prompt by itself."""
-    return _wait_s(worker, untried_s_per_token) + _uncached(prompt, worker) * _shared(worker, untried_s_per_token)
+def _wait_s(worker: Waits, s_per_token: float, now_s: float) -> float:
+    """Until it begins with another prompt."""
+    return max(worker.load.queued_tokens * s_per_token, worker.likely_wait_s(now_s))
 
 
-def _wait_s(worker: Waits, untried_s_per_token: float) -> float:
-    return worker.load.queued_tokens * _shared(worker, untried_s_per_token)
-
-
-def _shared(worker: Waits, untried_s_per_token: float) -> float:
+def _shared_s_per_token(worker: Waits, prefill_s_per_token: float) -> float:
+    """Of a decode worker, within its budget."""
     rate = worker.load.shared_tokens_per_s
-    return 1 / rate if rate else untried_s_per_token
+    return 1 / rate if rate else prefill_s_per_token / UNTRIED
 
 
 def _has_room(prompt: PromptInfo, worker: Waits) -> bool:

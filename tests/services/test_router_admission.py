@@ -80,5 +80,7 @@ def test_pace_follows_what_is_computed() -> None:
         pace.computed(200, float(second))
     assert abs(pace.wait_s(1000, 59.0) - 5.0) < 0.1  # the old pace is forgotten
     assert pace.wait_s(1000, 79.0) > 10.0  # nothing has come out for 20 s
+    assert (pace.stalled_s(1000, 79.0), pace.stalled_s(0, 79.0)) == (20.0, 0.0)
+    assert abs(pace.s_per_token - 1 / 200) < 1e-4
     pace.began(1000.0)
     assert abs(pace.wait_s(1000, 1000.0) - 5.0) < 0.1  # a pause without a queue says nothing

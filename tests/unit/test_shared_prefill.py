@@ -113,6 +113,8 @@ def test_a_prefill_worker_that_stalls_is_waited_for_no_longer() -> None:
     assert helpers(SharedPrefill(), p, d) == []
     p.stalled_s = 1.0
     assert helpers(SharedPrefill(), p, d) == ["d0"]
+    d.stalled_s = 1.0
+    assert helpers(SharedPrefill(), p, d) == []
 
 
 def test_nothing_is_decided_while_the_prefill_workers_pace_is_unknown() -> None:
@@ -124,9 +126,11 @@ def test_nothing_is_decided_while_the_prefill_workers_pace_is_unknown() -> None:
 def test_instead_of_refusing_whoever_begins_in_time_will_do() -> None:
     p = Worker("p0", queued=50_000)
     soon, late, no_offer = Worker("d0", offer(queued=1000)), Worker("d1", offer(queued=20_000)), Worker("d2")
-    found = SharedPrefill().within(PROMPT, [Pool([p], [soon, late, no_offer])], limit_s=1.0)
+    found = SharedPrefill().within(PROMPT, [Pool([p], [soon, late, no_offer])], limit_s=1.0, now_s=0.0)
     assert [worker.worker_id for pool in found for worker in pool.decodes] == ["d0"]
-    assert not SharedPrefill().within(PROMPT, [Pool((), [soon])], limit_s=1.0)  # that one is full, and no helper
+    assert not SharedPrefill().within(
+        PROMPT, [Pool((), [soon])], limit_s=1.0, now_s=0.0
+    )  # that one is full, and no helper
 
 
 def test_a_large_fleet_costs_no_more_than_a_sample() -> None:
