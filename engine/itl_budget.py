@@ -101,6 +101,10 @@ class ItlBudget:
         self._max_tokens = max_tokens
         self._times = StepTimes()
         self._tried = MIN_TOKENS / 2
+        self.mixed_steps_total = 0
+        """With decodes and prompt tokens."""
+        self.over_budget_total = 0
+        """Those of them that took longer than the budget."""
         self._last = (0, 0)
         """Decodes and their KV in the last step."""
 
@@ -115,6 +119,8 @@ class ItlBudget:
         if not decodes or seconds <= 0:
             return
         if prefill_tokens:
+            self.mixed_steps_total += 1
+            self.over_budget_total += seconds > self._budget_s
             self._tried = max(self._tried * FADE, float(prefill_tokens), MIN_TOKENS / 2)
         self._times.observe(decodes, kv_tokens, prefill_tokens, seconds)
 

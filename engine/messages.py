@@ -214,6 +214,10 @@ class EngineStats(msgspec.Struct, omit_defaults=True):
     """Of KV that host memory holds for preempted requests, now."""
     total_host_blocks: int = 0
     steps_total: int = 0
+    mixed_steps_total: int = 0
+    """With an ITL budget: those with decodes and prompt tokens."""
+    mixed_steps_over_budget_total: int = 0
+    """That took longer than it."""
     max_batch_requests: int = 0
     """Most requests that one step ever ran."""
     prompt_tokens_total: int = 0

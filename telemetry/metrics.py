@@ -44,6 +44,8 @@ class EngineStatsLike(Protocol):
     host_blocks: int
     total_host_blocks: int
     steps_total: int
+    mixed_steps_total: int
+    mixed_steps_over_budget_total: int
     max_batch_requests: int
     prompt_tokens_total: int
     generation_tokens_total: int
@@ -99,6 +101,8 @@ _ENGINE_COUNTERS = (
     ("vllm:prefix_cache_queries", "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache"),
     ("vllm:prefix_cache_hits", "prefix_cache_hits_total", "Prompt tokens found in the prefix cache"),
     ("pdserve_steps", "steps_total", "Steps run"),
+    ("pdserve_mixed_steps", "mixed_steps_total", "With an ITL budget: steps with decodes and prompt tokens"),
+    ("pdserve_mixed_steps_over_budget", "mixed_steps_over_budget_total", "Those that took longer than the budget"),
     ("pdserve_prefill_chunks", "prefill_chunks_total", "Prompt chunks computed"),
     (
         "pdserve_reservations_taken_over",

@@ -124,6 +124,13 @@ def test_it_begins_small_and_doubles() -> None:
     assert taken == [MIN_TOKENS, 2 * MIN_TOKENS, 4 * MIN_TOKENS, 8 * MIN_TOKENS]
 
 
+def test_it_counts_how_often_the_budget_was_not_kept() -> None:
+    budget = ItlBudget(0.015, MAX_TOKENS)
+    for decodes, tokens, seconds in ((4, 0, 0.1), (4, 10, 0.014), (4, 10, 0.016), (0, 10, 0.1), (4, 10, 0.01)):
+        budget.step_took(decodes, 1000, tokens, seconds)
+    assert (budget.mixed_steps_total, budget.over_budget_total) == (3, 1)
+
+
 def test_decodes_alone_over_the_budget_leave_no_room_but_progress() -> None:
     device = Device(30e-3, 20e-6, 15e-9, 0.0)
     budget = ItlBudget(0.015, MAX_TOKENS)
