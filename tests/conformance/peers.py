@@ -242,6 +242,10 @@ class Peer:
     def do_configure(self, config: Config) -> None:
         self.next_config = config
 
+    def do_forget(self) -> None:
+        """What the test's own side of this process keeps of jobs that are over."""
+        self.jobs.clear()
+
     def close(self) -> None:
         os.close(self.wake_fd)
 
