@@ -16,6 +16,7 @@ import os
 import select
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -26,11 +27,11 @@ import torch
 import typer
 
 from engine.kv_cache import KVCache
-from engine.kv_copies import KVCopies
+from engine.kv_copies import KVCopies, KVCopy
 from engine.wire_memory import WireMemory
 from kv_transfer import backends
 from kv_transfer.backends.base import Arrived, ChannelLost, OnDone
-from kv_transfer.copies import Begun, CopyWaiter
+from kv_transfer.copies import CopyWaiter
 from kv_transfer.cuda import CudaRuntime, CudaStaging
 from kv_transfer.layout import make_layout
 from kv_transfer.segment import mixed_digest, seal_mixed
@@ -132,26 +133,29 @@ def take(count: int, receiver: Any, copies: KVCopies, wake_fd: int, tokens: int,
     waiter = CopyWaiter(lambda: None)
     wrong: list[int] = []
 
-    def written(arrived: Arrived, mix: int) -> None:
-        if mixed_digest(arrived.header_bytes, mix) != arrived.digest:
-            wrong.append(arrived.header.index)
-        arrived.slot.give_back()
-        done.release()
+    def written(came: list[Arrived], mixes: list[int]) -> None:
+        StagingSlot.give_all_back([arrived.slot for arrived in came])
+        for arrived, mix in zip(came, mixes, strict=True):
+            if mixed_digest(arrived.header_bytes, mix) != arrived.digest:
+                wrong.append(arrived.header.index)
+            done.release()
 
     left = count
     while left:
         if not select.select([wake_fd], [], [], TIMEOUT_S)[0]:
             raise TimeoutError(f"{left} segments are missing")
         os.eventfd_read(wake_fd)
-        begun: list[Begun] = []
+        begun: list[KVCopy] = []
+        came: list[Arrived] = []
         for arrived in receiver.poll():
             if isinstance(arrived, ChannelLost):
                 raise ConnectionError(arrived.reason)
             payload = arrived.payload
-            copy = copies.unpack(TABLE, 0, tokens, 0, layers, WireMemory(payload.address, len(payload)), torch.bfloat16)
-            begun.append((copy, partial(written, arrived)))
+            wire = WireMemory(payload.address, len(payload))
+            begun.append(copies.unpack(TABLE, 0, tokens, 0, layers, wire, torch.bfloat16))
+            came.append(arrived)
         copies.start()
-        waiter.all_when_done(begun)
+        waiter.when_done(begun, partial(written, came))
         left -= len(begun)
     for _ in range(count):
         if not done.acquire(timeout=TIMEOUT_S):
@@ -195,6 +199,10 @@ class Sending:
         def send(header: kv_pb2.SegmentHeader, payload: Any, on_done: OnDone, mix: int) -> None:
             channel.send(seal_mixed(header, payload, mix), on_done)
 
+        def send_all(sends: list[Callable[[int], None]], mixes: list[int]) -> None:
+            for send_one, mix in zip(sends, mixes, strict=True):
+                send_one(mix)
+
         def run(packs: bool) -> float:
             count = count_of(size)
             self.conn.send(count)
@@ -204,7 +212,8 @@ class Sending:
                 slots = [arena.take(TIMEOUT_S)]
                 while index + len(slots) < count and (slot := arena.try_take()) is not None:
                     slots.append(slot)
-                begun: list[Begun] = []
+                begun: list[KVCopy] = []
+                sends: list[Callable[[int], None]] = []
                 for slot in slots:
                     if slot is None or lost:
                         raise ConnectionError(f"{lost or 'no slot is free'}")
@@ -217,13 +226,13 @@ class Sending:
                         slot.give_back()
 
                     if packs:
-                        copy = self.copies.pack(TABLE, 0, tokens, 0, layers, WireMemory(payload.address, size))
-                        begun.append((copy, partial(send, header, payload, on_done)))
+                        begun.append(self.copies.pack(TABLE, 0, tokens, 0, layers, WireMemory(payload.address, size)))
+                        sends.append(partial(send, header, payload, on_done))
                     else:
                         send(header, payload, on_done, packed)
                 if begun:
                     self.copies.start()
-                    waiter.all_when_done(begun)
+                    waiter.when_done(begun, partial(send_all, sends))
                 index += len(slots)
             answer(self.conn)
             return size * count / (time.perf_counter() - since_s) / 1e9

@@ -1,13 +1,15 @@
 """Packing and unpacking of KV by the device itself, beside the steps: started by the host, never waited for by it.
 
-Owns one stream and the small buffers of the copies that are on their way. Which blocks and which memory is the caller's
-business. Used by the engine's thread only; ``KVCopy.wait`` is for any other.
+Owns two streams and the small buffers of the copies that are on their way. Which blocks and which memory is the
+caller's business. Used by the engine's thread only; ``KVCopy.wait`` is for any other.
 
     pack() pack() pack() start()      one upload, one kernel and one event for all that was asked for since the last one
 
     steps' stream    [ layers 0..7 ] [ layers 8..15 ] ...                          what is launched after join()
                           | mark()       | mark()                                    ^ join()
-    copies' stream        '-> [ pack ]   '-> [ pack ] ...  [ unpack ] ---------------'
+    copies' streams       '-> [ pack ]   '-> [ pack ] ...  [ unpack ] ---------------'
+
+The two take turns, so that one launch begins where the one before it no longer fills the device.
 
 ``mark()``: what is launched on the steps' stream so far, for a copy to come after. ``join()``: steps launched from now
 on come after the copies asked for so far; whoever frees blocks that a copy may still touch calls it, so that nothing is
@@ -24,6 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.cuda_calls import CudaCalls
 from engine.kernels.kv_pack import JOB_FIELDS, ROW_WORDS, WIRE_ALIGNMENT, Job, copy_words, move_kv, words_of
 from engine.wire_memory import WireMemory
 
@@ -50,6 +53,9 @@ class _Desk:
     mixes: torch.Tensor
     host_mixes: NDArray[np.int64]
     done: torch.cuda.Event
+    num_bytes: int
+    """Of ``words``."""
+    is_over: bool = False
     num_unread: int = 0
 
 
@@ -77,9 +83,11 @@ class KVCopy:
 
     def wait(self) -> int:
         """Until it is over, without spinning; the block mix of the wire's bytes. Once, on one thread for all copies."""
-        torch.cuda.set_device(self._device)  # of this thread; else waiting would open a context on device 0
         desk = self._desk
-        desk.done.synchronize()
+        if not desk.is_over:
+            torch.cuda.set_device(self._device)  # of this thread; else waiting would open a context on device 0
+            desk.done.synchronize()
+            desk.is_over = True
         mix = int(desk.host_mixes[self._index]) & _MASK
         desk.num_unread -= 1
         if not desk.num_unread:
@@ -88,7 +96,6 @@ class KVCopy:
 
 
 class KVCopies:
-    @torch.inference_mode()
     def __init__(self, data: torch.Tensor) -> None:
         """``data``: the cache, [L, N, 2, K, S, D].
 
@@ -97,8 +104,11 @@ class KVCopies:
         """
         self._data = data
         self._words = words_of(data)
+        self._dtype = data.dtype
+        self._num_heads, self._block_size, self._head_dim = data.shape[3:]
         self._device = data.device
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._calls = CudaCalls()
+        self._streams = [torch.cuda.Stream(self._device) for _ in range(2)]  # type: ignore[no-untyped-call]
         self._free = deque(self._make_desk(_IDS) for _ in range(_DESKS))
         self._batch: _Batch | None = None
 
@@ -107,10 +117,10 @@ class KVCopies:
         row of block 0 goes out and back, so nothing changes."""
         row = torch.empty(2 * self._words.shape[3] * self._words.shape[5], dtype=torch.int64, device=self._device)
         wire = WireMemory(row.data_ptr(), row.nbytes)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        copies = self.pack([0], 0, 1, 0, 1, wire), self.unpack([0], 0, 1, 0, 1, wire, self._data.dtype)
-        self.start()
-        for copy in copies:
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+        for copy in (self.pack([0], 0, 1, 0, 1, wire), self.unpack([0], 0, 1, 0, 1, wire, self._dtype)):
+            self.start()
             copy.wait()
 
     def mark(self) -> torch.cuda.Event:
@@ -120,9 +130,9 @@ class KVCopies:
 
     def join(self) -> None:
         self.start()
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        for stream in self._streams:
+            torch.cuda.current_stream(self._device).wait_stream(stream)
 
-    @torch.inference_mode()
     def pack(
         self,
         block_table: Sequence[int],
@@ -134,14 +144,13 @@ class KVCopies:
         after: torch.cuda.Event | None = None,
     ) -> KVCopy:
         """Ask for a copy of this range to the wire, in the cache's dtype."""
-        self._check(block_table, token_start, token_end, layer_end - layer_start, wire, self._data.dtype)
+        self._check(block_table, token_start, token_end, layer_end - layer_start, wire, self._dtype)
         copy = self._add(block_table, token_start, token_end, layer_start, layer_end, wire.address, packs=True)
         batch = self._batch
         if after is not None and batch is not None and (not batch.after or batch.after[-1] is not after):
             batch.after.append(after)
         return copy
 
-    @torch.inference_mode()
     def unpack(
         self,
         block_table: Sequence[int],
@@ -156,12 +165,12 @@ class KVCopies:
         which are started here."""
         self._check(block_table, token_start, token_end, layer_end - layer_start, wire, dtype)
         part = (block_table, token_start, token_end, layer_start, layer_end)
-        if dtype == self._data.dtype:
+        if dtype == self._dtype:
             return self._add(*part, wire.address, packs=False)
         self.start()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._streams[0]):
             here = torch.empty(wire.num_bytes // 8, dtype=torch.int64, device=self._device)
-            converted = torch.empty_like(here.view(dtype), dtype=self._data.dtype)
+            converted = torch.empty_like(here.view(dtype), dtype=self._dtype)
             self._add(*part, converted.data_ptr(), packs=False)
             assert self._batch is not None
             desk = self._batch.desk
@@ -170,23 +179,25 @@ class KVCopies:
         self.start()
         return KVCopy(desk, 1, self._free, self._device)
 
-    @torch.inference_mode()
     def start(self) -> None:
         """Launch what was asked for."""
         batch, self._batch = self._batch, None
         if batch is None:
             return
         desk = batch.desk
+        desk.is_over = False
         desk.num_unread = batch.num_jobs  # of a converted one: the wire's own, instead of the job's
-        with torch.cuda.stream(self._stream):
+        stream = self._streams[0]
+        self._streams.reverse()
+        with torch.cuda.stream(stream):
             for event in batch.after:
-                self._stream.wait_event(event)
-            desk.words.copy_(desk.words_on_host, non_blocking=True)
+                stream.wait_event(event)
+            self._calls.copy(desk.words.data_ptr(), desk.words_on_host.data_ptr(), desk.num_bytes, stream)
             move_kv(
                 self._words, desk.jobs, desk.ids, desk.rows, desk.mixes,
                 batch.num_jobs, batch.num_planes, batch.num_tokens, pack=batch.packs,
             )  # fmt: skip
-            desk.done.record()
+            self._calls.record(desk.done, stream)
 
     def _add(
         self,
@@ -199,7 +210,7 @@ class KVCopies:
         *,
         packs: bool,
     ) -> KVCopy:
-        size, planes_a_layer = self._data.shape[4], 2 * self._data.shape[3]
+        size, planes_a_layer = self._block_size, 2 * self._num_heads
         first = token_start // size
         ids = block_table[first : -(-token_end // size)]
         batch = self._batch
@@ -232,10 +243,13 @@ class KVCopies:
     def _make_desk(self, num_ids: int) -> _Desk:
         num_job_words = _MAX_JOBS * JOB_FIELDS
         num_words = num_job_words + num_ids // 2
-        # From the copies' stream's own memory: what the steps' stream has freed may still be in use by its kernels.
-        with torch.cuda.stream(self._stream):
+        # From a copies' stream's own memory: what the steps' stream has freed may still be in use by its kernels.
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._streams[0]):
             words = torch.empty(num_words, dtype=torch.int64, device=self._device)
             rows = torch.zeros(_MAX_JOBS, ROW_WORDS, dtype=torch.int64, device=self._device)
+            done.record()
+        self._streams[1].wait_event(done)
         words_on_host = torch.zeros(num_words, dtype=torch.int64, pin_memory=True)
         mixes = torch.zeros(_MAX_JOBS, dtype=torch.int64, pin_memory=True)
         on_host = words_on_host.numpy()
@@ -249,7 +263,8 @@ class KVCopies:
             rows,
             mixes,
             mixes.numpy(),
-            torch.cuda.Event(blocking=True),  # type: ignore[no-untyped-call]
+            done,
+            words.nbytes,
         )
 
     def _check(
@@ -261,12 +276,11 @@ class KVCopies:
         wire: WireMemory,
         dtype: torch.dtype,
     ) -> None:
-        num_heads, size, head_dim = self._data.shape[3:]
-        if not 0 <= token_start < token_end <= len(block_table) * size:
+        if not 0 <= token_start < token_end <= len(block_table) * self._block_size:
             raise ValueError(
-                f"tokens {token_start}..{token_end} are not within the {len(block_table)} blocks of {size}"
+                f"tokens {token_start}..{token_end} are not within the {len(block_table)} blocks of {self._block_size}"
             )
-        num_bytes = num_layers * 2 * num_heads * (token_end - token_start) * head_dim * dtype.itemsize
+        num_bytes = num_layers * 2 * self._num_heads * (token_end - token_start) * self._head_dim * dtype.itemsize
         if wire.num_bytes != num_bytes or num_bytes % 8:
             raise ValueError(f"the wire has {wire.num_bytes} bytes, {num_bytes} (a multiple of 8) are expected")
         if wire.address % WIRE_ALIGNMENT:

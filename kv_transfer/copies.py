@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 CLOSE_S = 1.0
@@ -23,8 +23,7 @@ class DeviceCopy(Protocol):
         ...
 
 
-Then = Callable[[int], None]
-Begun = tuple[DeviceCopy, Then]
+Then = Callable[[list[int]], None]
 
 
 class CopyWaiter:
@@ -32,20 +31,16 @@ class CopyWaiter:
 
     def __init__(self, wakeup: Callable[[], None]) -> None:
         self._wakeup = wakeup
-        self._started: queue.SimpleQueue[list[Begun] | None] = queue.SimpleQueue()
+        self._started: queue.SimpleQueue[tuple[Sequence[DeviceCopy], Then] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
-    def when_done(self, copy: DeviceCopy, then: Then) -> None:
-        """Call ``then`` with the block mix, on this object's thread."""
-        self.all_when_done([(copy, then)])
-
-    def all_when_done(self, begun: list[Begun]) -> None:
-        """The same for several, in order."""
+    def when_done(self, copies: Sequence[DeviceCopy], then: Then) -> None:
+        """Call ``then`` with their block mixes when all of them are over, on this object's thread."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kv-copies", daemon=True)
             self._thread.start()
-        self._started.put(begun)
+        self._started.put((copies, then))
 
     def check(self) -> None:
         """Raises what went wrong: after an error of the device nothing that it holds can be trusted."""
@@ -59,10 +54,10 @@ class CopyWaiter:
             self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
-        while (begun := self._started.get()) is not None:
+        while (item := self._started.get()) is not None:
+            copies, then = item
             try:
-                for copy, then in begun:
-                    then(copy.wait())
+                then([copy.wait() for copy in copies])
             except Exception as error:  # of any library below: the engine's thread gets it from check()
                 self._error = error
                 self._wakeup()

@@ -57,7 +57,7 @@ class CudaRuntime:
         return address.value
 
     def free(self, address: int) -> None:
-        self._call("cudaFree", ctypes.c_void_p(address))
+        self._let_go("cudaFree", ctypes.c_void_p(address))
 
     def handle_of(self, address: int) -> bytes:
         """By which another process of this host opens this allocation."""
@@ -91,7 +91,7 @@ class CudaRuntime:
         address = ctypes.c_void_p(arena.address)
         size = ctypes.c_size_t(arena.limit_bytes)
         self._call("cudaHostRegister", address, size, ctypes.c_uint(_PORTABLE_MAPPED))
-        at_end = weakref.finalize(arena, self._call, "cudaHostUnregister", address)
+        at_end = weakref.finalize(arena, self._let_go, "cudaHostUnregister", address)
         at_end.atexit = False  # the driver unpins what is left when the process ends
 
     def make_current(self) -> None:
@@ -113,6 +113,14 @@ class CudaRuntime:
     def _call(self, name: str, *arguments: object) -> None:
         self.make_current()
         self._check(name, getattr(self._library, name)(*arguments))
+
+    def _let_go(self, name: str, *arguments: object) -> None:
+        """When the collector says so, in the middle of anything: that must find its device as it left it."""
+        current = ctypes.c_int()
+        self._check("cudaGetDevice", self._library.cudaGetDevice(ctypes.byref(current)))
+        self._call(name, *arguments)
+        if current.value != self.index:
+            self._check("cudaSetDevice", self._library.cudaSetDevice(current))
 
     def _check(self, name: str, code: int) -> None:
         if code:

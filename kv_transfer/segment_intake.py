@@ -21,12 +21,13 @@ from functools import partial
 from typing import Protocol
 
 from kv_transfer.backends.base import Arrived, ChannelLost
-from kv_transfer.copies import Begun, CopyWaiter
+from kv_transfer.copies import CopyWaiter, DeviceCopy
 from kv_transfer.layout import BLOCK_MIX64, DIGEST_KINDS
 from kv_transfer.lease import Clock
 from kv_transfer.receive_transfer import ReceiveTransfer
 from kv_transfer.receiver_port import ReceiverPort
 from kv_transfer.segment import is_intact, key_of, mixed_digest, range_of
+from kv_transfer.staging import StagingSlot
 from kv_transfer.transfer import TransferCounters, TransferKey, TransferState
 from pdserve.v1 import kv_pb2
 
@@ -39,6 +40,10 @@ class TransferOwner(Protocol):
     def segment_verified(self, transfer: ReceiveTransfer) -> None: ...
 
     def channel_lost(self, lost: ChannelLost) -> None: ...
+
+
+Writing = tuple[ReceiveTransfer, Arrived]
+"""A segment that a device writes."""
 
 
 class SegmentIntake:
@@ -60,17 +65,18 @@ class SegmentIntake:
         self._clock = clock
         self._wakeup = wakeup
         self._device_writes = device_writes
-        self._begun: list[Begun] = []
+        self._begun: list[tuple[DeviceCopy, Writing]] = []
         """Asked for, and started after the last of what came at once."""
         self._copies = CopyWaiter(wakeup)
-        self._written: queue.SimpleQueue[tuple[ReceiveTransfer, Arrived, int]] = queue.SimpleQueue()
+        self._written: queue.SimpleQueue[tuple[list[Writing], list[int]]] = queue.SimpleQueue()
         """What a device has written, and the block mix of it; bounded by the slots."""
 
     def poll(self) -> None:
         """What a device has written since the last call."""
         self._copies.check()
         while not self._written.empty():
-            self._on_written(*self._written.get_nowait())
+            for (transfer, arrived), mix in zip(*self._written.get_nowait(), strict=True):
+                self._on_written(transfer, arrived, mix)
 
     def take(self, arrivals: Iterable[Arrived | ChannelLost]) -> None:
         for arrival in arrivals:
@@ -80,8 +86,9 @@ class SegmentIntake:
                 arrival.slot.give_back()
         if self._begun:
             self._port.start_copies()
-            begun, self._begun = self._begun, []
-            self._copies.all_when_done(begun)
+            copies, writing = map(list, zip(*self._begun, strict=True))
+            self._begun = []
+            self._copies.when_done(copies, partial(self._let_go, writing))
 
     def close(self) -> None:
         self._copies.close()
@@ -118,13 +125,13 @@ class SegmentIntake:
         if copy is None:
             self._on_verified(transfer, header)
             return False
-        self._begun.append((copy, partial(self._let_go, transfer, arrived)))
+        self._begun.append((copy, (transfer, arrived)))
         return True
 
-    def _let_go(self, transfer: ReceiveTransfer, arrived: Arrived, mix: int) -> None:
-        """On the copies' thread: nothing reads the segment any more."""
-        arrived.slot.give_back()
-        self._written.put((transfer, arrived, mix))
+    def _let_go(self, writing: list[Writing], mixes: list[int]) -> None:
+        """On the copies' thread: nothing reads these segments any more."""
+        StagingSlot.give_all_back([arrived.slot for _, arrived in writing])
+        self._written.put((writing, mixes))
         self._wakeup()
 
     def _on_written(self, transfer: ReceiveTransfer, arrived: Arrived, mix: int) -> None:

@@ -20,12 +20,13 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import structlog
 
 from kv_transfer.backends.base import SegmentSender
-from kv_transfer.copies import CLOSE_S, Begun, CopyWaiter
+from kv_transfer.copies import CLOSE_S, CopyWaiter, DeviceCopy
 from kv_transfer.layout import KVRange, cell_bytes, mismatch, split
 from kv_transfer.lease import Clock, Lease
 from kv_transfer.protocol import Abort, Busy, Done, End, Frame, Open, Refused, Ticket
@@ -70,7 +71,7 @@ class Sender:
         """Of channels of links that were dropped."""
         self._news: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         """From network threads; bounded by the slots and the links."""
-        self._begun: list[Begun] = []
+        self._begun: list[tuple[DeviceCopy, Callable[[int], None]]] = []
         """Packing that was asked for, and is started when no more fits."""
         self._copies = CopyWaiter(wakeup)
         self.counters = TransferCounters()
@@ -292,8 +293,10 @@ class Sender:
                     waiting.remove(link)
         if self._begun:
             self._port.start_copies()
-            begun, self._begun = self._begun, []
-            self._copies.all_when_done(begun)
+            copies = [copy for copy, _ in self._begun]
+            sends = [send for _, send in self._begun]
+            self._begun = []
+            self._copies.when_done(copies, partial(_send_all, sends))
 
     def _may_pack(self, link: Link) -> bool:
         num_slots = link.arena.num_slots
@@ -374,3 +377,9 @@ class Sender:
     def _drop_pending(transfer: SendTransfer) -> None:
         if transfer.link is not None:
             transfer.link.pending = deque(item for item in transfer.link.pending if item[0] is not transfer)
+
+
+def _send_all(sends: list[Callable[[int], None]], mixes: list[int]) -> None:
+    """On the copies' thread: what is packed leaves."""
+    for send, mix in zip(sends, mixes, strict=True):
+        send(mix)

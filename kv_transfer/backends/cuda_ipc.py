@@ -21,6 +21,7 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from kv_transfer.backends.base import Arrived, Memory, OnLost, Wakeup
 from kv_transfer.backends.mapped import (
@@ -124,9 +125,9 @@ class Mapping:
             self._has_ended = True
             self._close_if_unused()
 
-    def _give_back(self, slot: StagingSlot) -> None:
+    def _give_back(self, slots: Sequence[StagingSlot]) -> None:
         with self._lock:
-            self._read.add(slot.index)
+            self._read.update(slot.index for slot in slots)
             count = 0
             while self._told and self._told[0].index in self._read:
                 self._read.remove(self._told.popleft().index)

@@ -194,14 +194,14 @@ class NcclChannel(SocketChannel):
         with self._lock:
             self._num_moving += 1
 
-        def moved(_: int) -> None:
+        def moved(_: list[int]) -> None:
             with self._lock:
                 self._num_moving -= 1
                 self._progress_s = time.monotonic()
                 self._wake()
             on_done(None)
 
-        moves.when_done(move, moved)
+        moves.when_done([move], moved)
 
 
 # ---- receiver
@@ -335,7 +335,7 @@ class _Incoming:
         move = communicator.receive(arrived.payload, still)
         self._since_s.append(time.monotonic())
 
-        def moved(_: int) -> None:
+        def moved(_: list[int]) -> None:
             self._since_s.popleft()
             if self.is_lost:
                 arrived.slot.give_back()
@@ -343,7 +343,7 @@ class _Incoming:
                 self._server.arrived(arrived)
                 self._server.wakeup()
 
-        self._moves.when_done(move, moved)
+        self._moves.when_done([move], moved)
 
     def check_progress(self, stall_timeout_s: float) -> None:
         since_s = min(self._since_s.copy(), default=None)  # a copy: messages end meanwhile, on another thread

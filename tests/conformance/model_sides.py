@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -59,14 +60,15 @@ class Arena:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.slot_bytes = SEGMENT_BYTES
-        self.free = [StagingSlot(i, memoryview(bytearray(SEGMENT_BYTES)), self.give_back) for i in range(num_slots)]
+        self.free = [StagingSlot(i, memoryview(bytearray(SEGMENT_BYTES)), self.take_back) for i in range(num_slots)]
 
     def try_take(self) -> StagingSlot | None:
         return self.free.pop() if self.free else None
 
-    def give_back(self, slot: StagingSlot) -> None:
-        require(slot.index not in [other.index for other in self.free], "a slot is given back once")
-        self.free.append(slot)
+    def take_back(self, slots: Sequence[StagingSlot]) -> None:
+        for slot in slots:
+            require(slot.index not in [other.index for other in self.free], "a slot is given back once")
+            self.free.append(slot)
 
 
 @dataclass(eq=False)

@@ -7,6 +7,7 @@ happens at once. The oracle is ``KVCache.pack`` and ``unpack`` on tensors, which
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -32,6 +33,8 @@ class Event:
 
 
 class Stream:
+    cuda_stream = 0
+
     def __init__(self, device: object = None) -> None:
         self.waited_for: list[object] = []
 
@@ -41,6 +44,14 @@ class Stream:
 
     def wait_stream(self, other: Stream) -> None:
         self.waited_for.append(other)
+
+
+class Calls:
+    def copy(self, target: int, source: int, num_bytes: int, stream: Stream) -> None:
+        ctypes.memmove(target, source, num_bytes)
+
+    def record(self, event: Event, stream: Stream) -> None:
+        event.record(stream)
 
 
 class Wire:
@@ -74,6 +85,7 @@ def played_device() -> Iterator[Stream]:
             set_device=lambda device: None,
         ),
         mock.patch.object(torch, "zeros", host_zeros),
+        mock.patch.object(kv_copies, "CudaCalls", Calls),
         mock.patch.object(kv_copies, "copy_words", lambda w, *rest: copy(words(w), *rest)),
     ):
         yield steps
@@ -109,14 +121,14 @@ def check(sent: torch.dtype, kept: torch.dtype, blocks: tuple[int, int], tokens:
             copy = sender.pack(p_table, *part, wire, mark)  # type: ignore[arg-type]
             sender.start()
             mix = copy.wait()
-            assert sender._stream.waited_for[-1] is mark  # type: ignore[attr-defined]
+            assert sender._streams[-1].waited_for[-1] is mark  # type: ignore[attr-defined]
             assert torch.equal(wire.words.view(torch.uint8), expected)
             assert mix == block_mix64(expected.numpy().tobytes())
             copy = receiver.unpack(d_table, *part, wire, sent)  # type: ignore[arg-type]
             receiver.start()
             assert copy.wait() == mix
         receiver.join()
-        assert steps.waited_for == [receiver._stream]
+        assert set(steps.waited_for) == set(receiver._streams)
         assert len(sender._free) == len(receiver._free) == kv_copies._DESKS
     other = KVCache(
         num_layers=LAYERS,
