@@ -66,9 +66,6 @@ class BlockPool:
             block_ids.append(block_id)
         return block_ids
 
-    def is_published(self, block_hash: bytes) -> bool:
-        return block_hash in self._block_of_hash
-
     def num_unreferenced(self, block_ids: Iterable[int]) -> int:
         """How many of these ``share`` would take from ``num_available``."""
         return sum(self._ref_counts[block_id] == 0 for block_id in block_ids)
