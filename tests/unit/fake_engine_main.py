@@ -1,4 +1,7 @@
-"""An engine process with a fake runner: ``python -m tests.unit.fake_engine_main TO FROM PARENT_PID [FAULT]``."""
+"""An engine process with a fake runner: ``python -m tests.unit.fake_engine_main TO FROM PARENT_PID [FAULT]``.
+
+FAULT is what its start fails with; or ``lagging``: steps are launched ahead, and over when a peer was lost.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from collections.abc import Callable
 from engine.batch import SampledBatch, ScheduledBatch
 from engine.messages import EngineReady, EngineStats, PeerFrame
 from engine.process import Engine, EngineProcess
+from tests.unit.fake_async_runner import FakeAsyncRunner, make_async_core
 from tests.unit.fake_runner import FakeRunner, make_core
 
 
@@ -30,9 +34,10 @@ class PoisonedRunner(FakeRunner):
 class EchoHandoff:
     """Answers each frame from another thread, as a data plane would: queue, wakeup, sent by the next poll."""
 
-    def __init__(self, process: EngineProcess, runner: PoisonedRunner) -> None:
+    def __init__(self, process: EngineProcess) -> None:
         self.process = process
-        self.runner = runner
+        self.num_rests: Callable[[], int] = lambda: 0
+        self.lost_peers = 0
         self.done: list[PeerFrame] = []
 
     def on_frame(self, peer: str, payload: bytes) -> None:
@@ -47,6 +52,7 @@ class EchoHandoff:
         self.process.send(PeerFrame(peer, b"alive"))
 
     def on_peer_lost(self, peer: str, reason: str) -> None:
+        self.lost_peers += 1
         self.process.send(PeerFrame(peer, b"lost: " + reason.encode()))
 
     def poll(self) -> None:
@@ -58,17 +64,24 @@ class EchoHandoff:
 
     def fill_stats(self, stats: EngineStats) -> None:
         stats.leases = 42
-        stats.tombstones = self.runner.rests  # a number that nothing else here uses
+        stats.tombstones = self.num_rests()  # a number that nothing else here uses
 
 
 def main() -> int:
     to_engine, from_engine, parent_pid, *fault = sys.argv[1:]
 
     def build(process: EngineProcess) -> Engine:
-        if fault:
+        handoff = EchoHandoff(process)
+        if fault == ["lagging"]:
+            core = make_async_core()
+            assert isinstance(core.runner, FakeAsyncRunner)
+            core.runner.is_done = lambda: handoff.lost_peers > 0
+        elif fault:
             raise ValueError(fault[0])
-        core = make_core()
-        core.runner = runner = PoisonedRunner(core.config)
+        else:
+            core = make_core()
+            core.runner = runner = PoisonedRunner(core.config)
+            handoff.num_rests = lambda: runner.rests
         ready = EngineReady(
             model_fingerprint="fake",
             vocab_size=50,
@@ -83,7 +96,7 @@ def main() -> int:
             kv_bytes=0,
             eos_token_ids=[7],
         )
-        return Engine(core, ready, EchoHandoff(process, runner))
+        return Engine(core, ready, handoff)
 
     return EngineProcess(to_engine=to_engine, from_engine=from_engine, parent_pid=int(parent_pid)).run(build)
 

@@ -159,6 +159,23 @@ def test_frames_go_through_and_a_thread_can_wake_the_loop(engine: Service) -> No
     assert [engine.frame().payload, engine.frame().payload] == [b"alive", b"lost: silence"]
 
 
+def test_frames_go_through_while_a_step_runs(service: Service) -> None:
+    service.start("lagging")
+    assert isinstance(service.receive(), EngineReady)
+    message = make_message("r", [1, 2, 3], 4, ignore_eos=True)
+    service.send(message)
+    while (stats := getattr(service.receive(), "stats", None)) is None or not stats.running:
+        pass
+    service.send(PeerFrame("p1", b"abc"))
+    assert service.frame() == PeerFrame("p1", b"cba")
+    service.send(make_message("gone", [4, 5], 4), AbortRequests(["gone"], "client"))
+    assert service.outputs_until("gone")["gone"][-1].finish_reason is FinishReason.ABORT
+    service.send(PeerLost("p1", "silence"))  # the device's step is over
+    assert service.frame().payload == b"lost: silence"
+    outputs = service.outputs_until("r")["r"]
+    assert [token for output in outputs for token in output.token_ids] == oracle(message, 64)[0]
+
+
 def test_sigterm_ends_it_well(engine: Service) -> None:
     assert engine.child is not None
     engine.child.send_signal(signal.SIGINT)  # Ctrl-C in the terminal is the service's business
