@@ -23,6 +23,10 @@ app = typer.Typer(
 )
 
 _BENCHES = {"serve": "bench.serve", "engines": "bench.cpu_engines", "kernels": "bench.kernels"}
+_BENCH_NEEDS = {
+    "serve": ("aiohttp", "pip install -e '.[bench]'"),
+    "kernels": ("triton", "it measures a CUDA GPU's kernels, and comes with torch's CUDA build"),
+}
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -169,8 +173,9 @@ def bench(context: typer.Context, what: Annotated[str, typer.Argument(help=", ".
         _fail(f"no benchmark {what!r}; there are {', '.join(_BENCHES)}")
     if importlib.util.find_spec("bench") is None:
         _fail("the benchmarks are not installed: run this from the repository, after `pip install -e '.[bench]'`")
-    if what == "serve" and importlib.util.find_spec("aiohttp") is None:
-        _fail("the load generator needs aiohttp: pip install 'pdserve[bench]', or `make up` in the repository")
+    package, remedy = _BENCH_NEEDS.get(what, ("bench", ""))
+    if importlib.util.find_spec(package) is None:
+        _fail(f"`bench {what}` needs {package}: {remedy}")
     _exec(_BENCHES[what], context.args)
 
 
