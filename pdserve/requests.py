@@ -14,7 +14,7 @@ from pdserve.v1 import gateway_pb2 as pb
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
-Request = TypeVar("Request", pb.TextRequest, pb.ChatRequest, pb.TokenizeRequest, pb.DetokenizeRequest)
+AnyRequest = TypeVar("AnyRequest", pb.TextRequest, pb.ChatRequest, pb.TokenizeRequest, pb.DetokenizeRequest)
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]
 """{"role": ..., "content": ...}, optionally "name"."""
@@ -114,7 +114,7 @@ def _chat_message(*, role: str, content: str, name: str = "") -> pb.ChatMessage:
     return pb.ChatMessage(role=role, content=content, name=name)
 
 
-def _bounded(request: Request) -> Request:
+def _bounded(request: AnyRequest) -> AnyRequest:
     """gRPC would say that the server is overloaded."""
     if (size := request.ByteSize()) > MAX_MESSAGE_BYTES:
         raise InvalidRequestError(
