@@ -14,7 +14,7 @@ import typer
 from bench.router_sim.memory import bytes_per_entry
 from bench.router_sim.report import print_table, row
 from bench.router_sim.simulation import Setup, Simulation
-from bench.router_sim.trace import TraceRequest, ideal_hit_rate, read_mooncake, shared_lru_hit_rate, synthetic
+from bench.router_sim.trace import TraceRequest, ideal_hit_rate, poisson, read_mooncake, shared_lru_hit_rate, synthetic
 from bench.router_sim.worker import WorkerSpeed
 from router.policies import POLICIES
 
@@ -27,7 +27,9 @@ REFERENCE_WORKERS = 16
 
 
 def main(
-    traces: Annotated[str, typer.Option(help="conversation, synthetic (Mooncake) or made-up")] = "conversation",
+    traces: Annotated[
+        str, typer.Option(help="conversation, synthetic (Mooncake), made-up or poisson:INPUT:OUTPUT:RATE")
+    ] = "conversation",
     workers: Annotated[str, typer.Option(help="fleet sizes; half prefill, half decode")] = "16",
     policies: Annotated[str, typer.Option(help="names, or all")] = "all",
     routers: Annotated[int, typer.Option(help="that share the requests")] = 1,
@@ -36,6 +38,8 @@ def main(
     hash_block_tokens: Annotated[int, typer.Option(help="unit of the hashes")] = 512,
     block_tokens: Annotated[int, typer.Option(help="block size of the workers; 0: the unit")] = 0,
     slow_prefills: Annotated[float, typer.Option(help="share of the prefill workers that are half as fast")] = 0.0,
+    prefill_rate: Annotated[float, typer.Option(help="prompt tokens/s of a prefill worker")] = 16_000,
+    decode_step_s: Annotated[float, typer.Option(help="a token of an output takes so long")] = 0.02,
     shared_rates: Annotated[
         str, typer.Option(help="prompt tokens/s that a decode worker takes while prefill workers are busy; 0: none")
     ] = "0",
@@ -54,7 +58,7 @@ def main(
             for policy, rate in product(names, map(float, shared_rates.split(","))):
                 setup = Setup(
                     policy=policy,
-                    speed=WorkerSpeed(shared_tokens_per_s=rate),
+                    speed=WorkerSpeed(prefill_rate, decode_step_s, shared_tokens_per_s=rate),
                     prefills=size // 2,
                     decodes=size - size // 2,
                     routers=routers,
@@ -83,9 +87,14 @@ def main(
 def _read(trace: str, data: Path | None, limit: int | None) -> list[TraceRequest]:
     if trace == "made-up":
         return synthetic(limit or 5000)
+    if trace.startswith("poisson:"):
+        input_tokens, output_tokens, rate = trace.split(":")[1:]
+        return poisson(limit or 2000, int(input_tokens), int(output_tokens), float(rate))
     folder = data or Path(os.environ.get("PDSERVE_DATA", "no-folder"))
     if trace not in MOONCAKE_FILES or not (folder / MOONCAKE_FILES[trace]).exists():
-        raise typer.BadParameter(f"trace {trace}: use made-up, or {', '.join(MOONCAKE_FILES)} with --data FOLDER")
+        raise typer.BadParameter(
+            f"trace {trace}: use made-up, poisson:INPUT:OUTPUT:RATE, or {', '.join(MOONCAKE_FILES)} with --data FOLDER"
+        )
     return read_mooncake(folder / MOONCAKE_FILES[trace], limit)
 
 

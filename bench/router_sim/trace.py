@@ -71,6 +71,18 @@ def synthetic(num_requests: int, *, rate: float = 20.0, seed: int = 0) -> list[T
     return requests
 
 
+def poisson(num_requests: int, input_tokens: int, output_tokens: int, rate: float, seed: int = 0) -> list[TraceRequest]:
+    """Prompts that have nothing in common."""
+    rng = random.Random(seed)
+    blocks = -(-input_tokens // TRACE_BLOCK_TOKENS)
+    now_s, requests = 0.0, []
+    for number in range(num_requests):
+        now_s += rng.expovariate(rate)
+        names = tuple(range(number * blocks, (number + 1) * blocks))
+        requests.append(TraceRequest(now_s, input_tokens, output_tokens, names))
+    return requests
+
+
 def shared_lru_hit_rate(requests: Iterable[TraceRequest], capacity_tokens: int) -> float:
     """Share of tokens that one cache as large as those of all prefill workers together would have."""
     cache: OrderedDict[int, None] = OrderedDict()

@@ -16,10 +16,10 @@ class WorkerSpeed:
     """About those of an 8B model on one H200."""
 
     prefill_tokens_per_s: float = 16_000
-    shared_tokens_per_s: float = 0.0
-    """Of a decode worker, within its ITL budget, while prefill workers are busy; 0: it computes no prompts."""
     decode_s_per_token: float = 0.02
     pool_tokens: int = 800_000
+    shared_tokens_per_s: float = 0.0
+    """Of a decode worker, within its ITL budget, while prefill workers are busy; 0: it computes no prompts."""
 
 
 @dataclass(slots=True)
