@@ -5,6 +5,7 @@
     an unknown model                     404     model_not_found
     prompt + max_tokens too long         400     context_length_exceeded
     a body too large                     413     request_too_large
+    a compressed body                    415     unsupported_encoding
     too much at once, here or below      429     overloaded           (Retry-After)
     no router, no worker                 503     no_workers, router_unavailable (Retry-After)
     a worker or hand-off lost            503     worker_lost, handoff_failed    (Retry-After)

@@ -98,6 +98,11 @@ class RequestGuard:
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """The whole body, bounded in size and time. Raises GatewayError."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise GatewayError(
+            415, f"content-encoding {encoding!r} is not supported: send the body as it is", code="unsupported_encoding"
+        )
     chunks: list[bytes] = []
     num_bytes = 0
     try:

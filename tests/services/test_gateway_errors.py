@@ -300,6 +300,8 @@ async def test_bad_bodies_and_paths(http: httpx.AsyncClient) -> None:
     assert_error(await http.post(CHAT, content=b"[]"), 400, code="invalid_json")
     assert_error(await http.post(CHAT, content=b'{"temperature": NaN}'), 400, code="invalid_json")
     assert_error(await http.post(CHAT, json=body_of(CHAT, user="x" * 60_000)), 413, code="request_too_large")
+    compressed = await http.post(CHAT, content=b"x", headers={"content-encoding": "gzip"})
+    assert_error(compressed, 415, code="unsupported_encoding")
     assert_error(await http.get("/nowhere"), 404, code="not_found")
     assert_error(await http.get(CHAT), 405, code="method_not_allowed")
     assert (await http.head("/live")).status_code == (await http.head("/health")).status_code == 200
