@@ -1,6 +1,6 @@
 """One life of an engine process: started, watched, spoken to, ended. The service's side of ``engine.messages``.
 
-Owns the child process, its two ZeroMQ sockets and the private directory they live in. Does not restart anything
+Owns the child process, its two ZeroMQ sockets and the private directory in which they meet. Does not restart anything
 (engine_supervisor does). An engine is dead when its process ended, when it said so (EngineFailed), or when it was
 silent for ``silence_s``: it sends something after each step and twice a second when idle.
 """
@@ -78,6 +78,8 @@ class EngineClient:
                 while True:
                     message = await self._receive(timeout_s)
                     if isinstance(message, EngineReady):
+                        # Both sockets are connected: nobody needs their names, which a kill would leave behind.
+                        self._forget_directory()
                         return message
         except TimeoutError:
             raise EngineLost(f"the engine was not ready within {timeout_s:.0f} s") from None
@@ -112,6 +114,9 @@ class EngineClient:
         self._to_engine.close(linger=0)
         self._from_engine.close(linger=0)
         self._context.term()
+        self._forget_directory()
+
+    def _forget_directory(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _spawn(self) -> None:
