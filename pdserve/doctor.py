@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.cache import cache_dir
-from pdserve.model_store import default_model_path
+from pdserve.model_store import NEEDED_BYTES, default_model_path
 from pdserve.redis_server import RedisMissingError, redis_binary
 from pdserve.up.devices import count_gpus
 from pdserve.up.errors import UpError
@@ -27,6 +27,7 @@ from pdserve.up.preflight import available_bytes, check_platform, check_port, ch
 _PACKAGES = ("grpc", "zmq", "msgspec", "fastapi", "uvicorn", "redis", "safetensors", "transformers", "xxhash")
 _MIN_MEMORY_BYTES = 4 << 30
 _MIN_SHM_BYTES = 64 << 20
+_MIN_LOG_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +185,13 @@ def _cache() -> Finding:
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     if not os.access(existing, os.W_OK | os.X_OK):
         return Finding("cache", False, f"{path} cannot be written", "set PDSERVE_CACHE to a directory that can")
-    prepared = "default model ready" if default_model_path() else "default model not prepared yet"
-    return Finding("cache", True, f"{path}, {shutil.disk_usage(existing).free / (1 << 30):.1f} GiB free, {prepared}")
+    is_prepared = default_model_path() is not None
+    free = shutil.disk_usage(existing).free
+    prepared = "default model ready" if is_prepared else "default model not prepared yet"
+    detail = f"{path}, {free / (1 << 30):.1f} GiB free, {prepared}"
+    if free < (_MIN_LOG_BYTES if is_prepared else NEEDED_BYTES):
+        return Finding("cache", False, detail, "make room there, or set PDSERVE_CACHE to a larger disk")
+    return Finding("cache", True, detail)
 
 
 if __name__ == "__main__":

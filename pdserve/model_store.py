@@ -28,7 +28,7 @@ DEFAULT_MODEL_NAME = "smollm2-135m-instruct"
 # Raise the number when the conversion changes: directories of older conversions are then made anew.
 _DEFAULT_MODEL_DIRECTORY = f"{DEFAULT_MODEL_NAME}-2"
 _LOCK_TIMEOUT_S = 600.0
-_NEEDED_BYTES = 400 << 20
+NEEDED_BYTES = 400 << 20
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 
@@ -93,9 +93,9 @@ def _convert_default_model(path: Path, on_progress: Callable[[int, int], None] |
     for leftover in path.parent.glob(f"{prefix}*"):  # of a killed conversion: we hold the lock, so nobody is writing
         shutil.rmtree(leftover)
     free_bytes = shutil.disk_usage(path.parent).free
-    if free_bytes < _NEEDED_BYTES:
+    if free_bytes < NEEDED_BYTES:
         raise ModelUnavailableError(
-            f"the cache {cache_dir()} has {free_bytes >> 20} MiB free and the model needs {_NEEDED_BYTES >> 20}: "
+            f"the cache {cache_dir()} has {free_bytes >> 20} MiB free and the model needs {NEEDED_BYTES >> 20}: "
             f"set PDSERVE_CACHE to a larger disk"
         )
     temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))

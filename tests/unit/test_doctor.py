@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 import socket
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 
@@ -66,3 +67,12 @@ def test_a_cache_that_cannot_be_written_fails(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PDSERVE_CACHE", "/proc/nowhere")
     monkeypatch.setattr("os.access", lambda path, mode: not str(path).startswith("/proc"))
     assert findings()["cache"].ok is False
+
+
+@pytest.mark.parametrize(("free_bytes", "ok"), [(0, False), (1 << 40, True)])
+def test_a_full_disk_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free_bytes: int, ok: bool) -> None:
+    monkeypatch.setenv("PDSERVE_CACHE", str(tmp_path))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=free_bytes))
+    assert findings()["cache"].ok is ok
+    assert ("make room" in findings()["cache"].remedy) is not ok
