@@ -16,7 +16,6 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -196,12 +195,13 @@ class Sending:
         channel = sender.connect(answer(self.conn), HELLO, lost.append)
         waiter = CopyWaiter(lambda: None)
 
-        def send(header: kv_pb2.SegmentHeader, payload: Any, on_done: OnDone, mix: int) -> None:
-            channel.send(seal_mixed(header, payload, mix), on_done)
-
-        def send_all(sends: list[Callable[[int], None]], mixes: list[int]) -> None:
-            for send_one, mix in zip(sends, mixes, strict=True):
-                send_one(mix)
+        def send_all(items: list[tuple[kv_pb2.SegmentHeader, Any, OnDone]], mixes: list[int]) -> None:
+            channel.send_all(
+                [
+                    (seal_mixed(header, payload, mix), on_done)
+                    for (header, payload, on_done), mix in zip(items, mixes, strict=True)
+                ]
+            )
 
         def run(packs: bool) -> float:
             count = count_of(size)
@@ -213,7 +213,7 @@ class Sending:
                 while index + len(slots) < count and (slot := arena.try_take()) is not None:
                     slots.append(slot)
                 begun: list[KVCopy] = []
-                sends: list[Callable[[int], None]] = []
+                packing: list[tuple[kv_pb2.SegmentHeader, Any, OnDone]] = []
                 for slot in slots:
                     if slot is None or lost:
                         raise ConnectionError(f"{lost or 'no slot is free'}")
@@ -227,12 +227,12 @@ class Sending:
 
                     if packs:
                         begun.append(self.copies.pack(TABLE, 0, tokens, 0, layers, WireMemory(payload.address, size)))
-                        sends.append(partial(send, header, payload, on_done))
-                    else:
-                        send(header, payload, on_done, packed)
-                if begun:
+                    packing.append((header, payload, on_done))
+                if packs:
                     self.copies.start()
-                    waiter.when_done(begun, partial(send_all, sends))
+                    waiter.when_done(begun, partial(send_all, packing))
+                else:
+                    send_all(packing, [packed] * len(packing))
                 index += len(slots)
             answer(self.conn)
             return size * count / (time.perf_counter() - since_s) / 1e9

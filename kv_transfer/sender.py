@@ -21,11 +21,12 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import structlog
 
-from kv_transfer.backends.base import SegmentSender
+from kv_transfer.backends.base import Channel, OnDone, SegmentSender
 from kv_transfer.copies import CLOSE_S, CopyWaiter, DeviceCopy
 from kv_transfer.layout import KVRange, cell_bytes, mismatch, split
 from kv_transfer.lease import Clock, Lease
@@ -41,6 +42,9 @@ RECEIVER_LOST = frozenset({"peer_lost", "channel_lost", "lease_expired", "ticket
 """Kinds of failure that are not this side's: another receiver may do better."""
 
 log = structlog.get_logger()
+
+Packing = tuple[Channel, kv_pb2.SegmentHeader, Any, OnDone]
+"""A segment that a device packs: where it goes, and its payload."""
 
 
 class Sender:
@@ -71,7 +75,7 @@ class Sender:
         """Of channels of links that were dropped."""
         self._news: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         """From network threads; bounded by the slots and the links."""
-        self._begun: list[tuple[DeviceCopy, Callable[[int], None]]] = []
+        self._begun: list[tuple[DeviceCopy, Packing]] = []
         """Packing that was asked for, and is started when no more fits."""
         self._copies = CopyWaiter(wakeup)
         self.counters = TransferCounters()
@@ -293,10 +297,9 @@ class Sender:
                     waiting.remove(link)
         if self._begun:
             self._port.start_copies()
-            copies = [copy for copy, _ in self._begun]
-            sends = [send for _, send in self._begun]
+            copies, packing = map(list, zip(*self._begun, strict=True))
             self._begun = []
-            self._copies.when_done(copies, partial(_send_all, sends))
+            self._copies.when_done(copies, partial(_send_all, packing))
 
     def _may_pack(self, link: Link) -> bool:
         num_slots = link.arena.num_slots
@@ -337,7 +340,7 @@ class Sender:
         if copy is None:
             link.channel.send(seal(header, payload), on_done)
         else:
-            self._begun.append((copy, lambda mix: link.channel.send(seal_mixed(header, payload, mix), on_done)))
+            self._begun.append((copy, (link.channel, header, payload, on_done)))
 
     def _slot_is_back(self, link: Link, transfer: SendTransfer, error: str | None) -> None:
         link.slots_in_use -= 1
@@ -379,7 +382,7 @@ class Sender:
             transfer.link.pending = deque(item for item in transfer.link.pending if item[0] is not transfer)
 
 
-def _send_all(sends: list[Callable[[int], None]], mixes: list[int]) -> None:
+def _send_all(packing: list[Packing], mixes: list[int]) -> None:
     """On the copies' thread: what is packed leaves."""
-    for send, mix in zip(sends, mixes, strict=True):
-        send(mix)
+    for channel, group in groupby(zip(packing, mixes, strict=True), lambda item: item[0][0]):
+        channel.send_all([(seal_mixed(header, payload, mix), on_done) for (_, header, payload, on_done), mix in group])

@@ -13,7 +13,7 @@ Callbacks come on a network thread; the engine's thread picks arrivals up with `
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -32,6 +32,10 @@ class Channel(Protocol):
     """From one sender to one receiver. ``send`` may be called before it is connected."""
 
     def send(self, segment: SealedSegment, on_done: OnDone) -> None: ...
+
+    def send_all(self, segments: Sequence[tuple[SealedSegment, OnDone]]) -> None:
+        """The same for several, in order; less work."""
+        ...
 
     def close(self) -> None: ...
 

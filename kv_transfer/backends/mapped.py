@@ -18,7 +18,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,20 +164,30 @@ class MappedChannel:
         self._thread.start()
 
     def send(self, segment: SealedSegment, on_done: OnDone) -> None:
-        offset = self._offset(segment.payload)
-        place = PLACE.pack(len(segment.header), len(segment.payload), offset, segment.digest)
+        self.send_all([(segment, on_done)])
+
+    def send_all(self, segments: Sequence[tuple[SealedSegment, OnDone]]) -> None:
+        """Told in one message, so that the receiver looks once."""
+        places = [
+            PLACE.pack(len(segment.header), len(segment.payload), self._offset(segment.payload), segment.digest)
+            for segment, _ in segments
+        ]
+        refused: list[tuple[OnDone, str]] = []
         with self._lock:
-            lost = self._lost
-            if lost is None and len(self._uncopied) >= self._settings.max_queued_segments:
-                lost = f"{len(self._uncopied)} segments are queued for {self._endpoint} already"
-            if lost is None:
+            for place, (segment, on_done) in zip(places, segments, strict=True):
+                lost = self._lost
+                if lost is None and len(self._uncopied) >= self._settings.max_queued_segments:
+                    lost = f"{len(self._uncopied)} segments are queued for {self._endpoint} already"
+                if lost is not None:
+                    refused.append((on_done, lost))
+                    continue
                 if not self._uncopied:
                     self._progress_s = time.monotonic()
                 self._uncopied.append(on_done)
                 self._untold += place + segment.header
-                if self._is_open:
-                    self._tell()
-        if lost is not None:
+            if self._is_open:
+                self._tell()
+        for on_done, lost in refused:
             on_done(lost)
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_transfer.backends.base import OnDone, OnLost
@@ -65,14 +66,21 @@ class SocketChannel:
         self._thread.start()
 
     def send(self, segment: SealedSegment, on_done: OnDone) -> None:
+        self.send_all([(segment, on_done)])
+
+    def send_all(self, segments: Sequence[tuple[SealedSegment, OnDone]]) -> None:
+        refused: list[tuple[OnDone, str]] = []
         with self._lock:
-            lost = self._lost
-            if lost is None and len(self._queue) >= self._settings.max_queued_segments:
-                lost = f"{len(self._queue)} segments are queued for {self._endpoint} already"
-            if lost is None:
-                self._queue.append((segment, on_done))
-                self._wake()
-        if lost is not None:
+            for segment, on_done in segments:
+                lost = self._lost
+                if lost is None and len(self._queue) >= self._settings.max_queued_segments:
+                    lost = f"{len(self._queue)} segments are queued for {self._endpoint} already"
+                if lost is None:
+                    self._queue.append((segment, on_done))
+                else:
+                    refused.append((on_done, lost))
+            self._wake()
+        for on_done, lost in refused:
             on_done(lost)
 
     def close(self) -> None:

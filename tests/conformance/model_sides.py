@@ -84,6 +84,10 @@ class Channel:
         else:
             on_done("lost")
 
+    def send_all(self, segments: Sequence[tuple[SealedSegment, OnDone]]) -> None:
+        for segment, on_done in segments:
+            self.send(segment, on_done)
+
     def close(self) -> None:
         self.is_open = False
         unsent, self.segments = self.segments, []

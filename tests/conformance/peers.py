@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
@@ -193,6 +194,10 @@ class TamperingChannel:
                 self.inner.send(segment, on_done)
             case "swap":
                 self.plan.held.append((segment, on_done))
+
+    def send_all(self, segments: Sequence[tuple[SealedSegment, OnDone]]) -> None:
+        for segment, on_done in segments:
+            self.send(segment, on_done)
 
     def close(self) -> None:
         self.inner.close()

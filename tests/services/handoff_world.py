@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -82,6 +82,10 @@ class Channel:
             on_done(self.lost)
         else:
             self.segments.append((segment, on_done))
+
+    def send_all(self, segments: Sequence[tuple[SealedSegment, OnDone]]) -> None:
+        for segment, on_done in segments:
+            self.send(segment, on_done)
 
     def close(self) -> None:
         self.closed = True
