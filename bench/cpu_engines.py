@@ -256,8 +256,8 @@ def main(
                 table.add_row(name, weights, str(num), *cells)
                 figures = {"error": row} if isinstance(row, str) else asdict(row)
                 rows.append({"engine": name, "weights": weights, "streams": num, **figures})
-    if output is not None:
-        output.write_text(json.dumps(rows, indent=1))
+                if output is not None:  # after each: an interrupted run leaves what it has
+                    output.write_text(json.dumps(rows, indent=1))
     Console(width=120).print(table)
 
 

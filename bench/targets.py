@@ -202,6 +202,8 @@ def main(
     if unknown := [name for name in names if name not in BY_NAME]:
         raise typer.BadParameter(f"no part {', '.join(unknown)}: there are {', '.join(BY_NAME)}")
     every = [read_only(text) for text in read or ()]
+    if not every:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and so end the part that runs
     for name in names if not every else ():
         print(f"{name} ...", file=sys.stderr, flush=True)
         every.append(run(BY_NAME[name], gpus, limit_s, loads_of(gpus, traces)))

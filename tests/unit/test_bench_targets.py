@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -187,10 +186,7 @@ def test_nothing_of_a_late_part_is_left(tmp_path: Path) -> None:
         == "too long"
     )
     child = int(pid_file.read_text())
-    deadline_s = time.monotonic() + 5
-    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline_s, "its child runs on"
-        time.sleep(0.05)
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_report_without_figures_has_no_table() -> None:
