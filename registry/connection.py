@@ -48,11 +48,13 @@ class Connection:
                 yield
                 _raise_if_cancelled()
         except (exceptions.RedisError, OSError, TimeoutError) as error:
+            _raise_if_cancelled()
             raise self._unavailable(error) from error
         except RuntimeError as error:
             # uvloop's word for writing to a connection that was reset meanwhile; redis-py does not know it
             if "handler is closed" not in str(error):
                 raise
+            _raise_if_cancelled()
             raise self._unavailable(error) from error
 
     def _unavailable(self, error: Exception) -> RegistryUnavailable:
@@ -70,8 +72,9 @@ def without_password(url: str) -> str:
 
 
 def _raise_if_cancelled() -> None:
-    """redis-py sends in asyncio.wait_for, which before Python 3.12 swallows a cancellation that comes with the result;
-    whoever calls in a loop would then go on for ever."""
+    """redis-py sends in asyncio.wait_for, which before Python 3.12 swallows a cancellation that comes with the result,
+    or with an error: as when a whole host is told to stop, and its Redis with it. Whoever calls in a loop would then go
+    on for ever."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError

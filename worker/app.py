@@ -55,6 +55,7 @@ from worker.registration import Registration
 from worker.service import WorkerService
 
 STOP_TIMEOUT_S = 5.0
+CANCEL_S = 2.0
 
 log = structlog.get_logger()
 
@@ -130,7 +131,7 @@ class WorkerApp:
             return self._exit_code(done - {drained})
         finally:
             self._sessions.draining = True
-            await cancelled(*known)  # a heartbeat would register it again
+            await told_twice(*known)  # a heartbeat would register it again
             await self._registration.leave()
             await self._publisher.leave()
             await self._sessions.flush()
@@ -272,7 +273,18 @@ class WorkerApp:
 
 
 async def cancelled(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel them, and wait until they have ended."""
+    """Cancel them, and wait until they have ended, which they do in bounded time."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def told_twice(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks that run for ever: twice, as libraries lose a cancellation now and then, and not for ever."""
+    for _ in range(2):
+        for task in tasks:
+            task.cancel()
+        _, late = await asyncio.wait(tasks, timeout=CANCEL_S)
+        if not late:
+            return
+    log.error("left_behind", tasks=[task.get_name() for task in late])

@@ -9,6 +9,7 @@ import struct
 
 import pytest
 import uvloop
+from redis import exceptions
 
 from registry.connection import Connection, RegistryUnavailable
 
@@ -66,3 +67,39 @@ def test_a_reset_is_no_other_error_than_any_loss(run) -> None:
     ends = run(reset_between_calls())
     assert ends[0] == "answered"
     assert "answered" in ends[1:], "a lost connection is replaced by a new one"
+
+
+@pytest.mark.parametrize("error", [exceptions.ConnectionError("reset"), OSError("reset"), TimeoutError()])
+async def test_a_loss_does_not_swallow_a_cancellation(error: Exception) -> None:
+    """redis-py raises its own error when the connection is lost in the moment in which its caller is cancelled."""
+    connection = Connection("redis://127.0.0.1:1", decode_responses=True)
+    waiting = asyncio.Event()
+
+    async def for_ever() -> None:
+        while True:
+            with contextlib.suppress(RegistryUnavailable):
+                async with connection.call():
+                    try:
+                        waiting.set()
+                        await asyncio.sleep(60)
+                    except asyncio.CancelledError:
+                        raise error from None
+
+    task = asyncio.create_task(for_ever())
+    await waiting.wait()
+    task.cancel()
+    await asyncio.wait([task], timeout=5)
+    assert task.cancelled()
+    await connection.close()
+
+
+async def test_a_slow_redis_is_no_cancellation() -> None:
+    connection = Connection("redis://127.0.0.1:1", call_timeout_s=0.05, decode_responses=True)
+    for _ in range(2):
+        with pytest.raises(RegistryUnavailable):
+            async with connection.call():
+                await asyncio.sleep(60)
+    task = asyncio.current_task()
+    assert task is not None
+    assert not task.cancelling()
+    await connection.close()
