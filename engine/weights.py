@@ -20,7 +20,7 @@ import xxhash
 from huggingface_hub import snapshot_download
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from engine.model_config import ModelConfig
 from engine.upload import Uploader
@@ -77,7 +77,7 @@ class WeightReader:
         self._device = device
         self._uploader = Uploader(device) if device.type == "cuda" else None
         paths = weight_files(directory)
-        files: list[Any] = [safe_open(path, framework="pt") for path in paths]
+        files = [_open(path) for path in paths]
         self._where = {name: file for file in files for name in file.keys()}  # noqa: SIM118
         self._left = {name for name in self._where if not _IGNORED.search(name)}
         console = Console(stderr=True)
@@ -124,6 +124,13 @@ class WeightReader:
     def discard(self, name: str) -> None:
         """The model does not need this one (a tied output head, stored all the same)."""
         self._left.discard(name)
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{path} cannot be read ({error}): it is damaged or not whole, fetch it again") from error
 
 
 def weight_files(directory: Path) -> list[Path]:

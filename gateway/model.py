@@ -41,7 +41,9 @@ def load_model(directory: Path, name: str, max_model_len: int | None = None) -> 
     """Raises ValueError, with the remedy, for a directory that cannot be served."""
     config = _read_json(directory / "config.json")
     if not config:
-        raise ValueError(f"{directory} has no config.json: --model must be a Hugging Face model directory")
+        raise ValueError(
+            f"{directory} has no config.json, or an empty one: --model must be a Hugging Face model directory"
+        )
     config |= config.get("text_config", {})
     tokenizer = Tokenizer.load(directory)
     return ServedModel(
@@ -100,7 +102,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     """Empty when there is no such file."""
     if not path.is_file():
         return {}
-    content = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}): fetch the model again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} does not hold a JSON object")
     return content

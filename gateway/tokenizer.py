@@ -35,7 +35,10 @@ class Tokenizer:
                 f"{directory} has no tokenizer.json: save a fast one there with "
                 "transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)"
             )
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing more special
+            raise ValueError(f"{path} cannot be read ({error}): fetch the model again") from error
         backend.no_truncation()
         backend.no_padding()
         return cls(backend)

@@ -109,9 +109,10 @@ def last_words(log: Path) -> str:
             reasons.append(reason.strip())
     if reasons:
         return reasons[-1]
-    if box := [line.strip("│ ") for line in text if line.startswith("│")]:  # a wrong flag, as typer draws it
-        return " ".join(box)
-    return next((line for line in reversed(text) if line), "")
+    last = next((line for line in reversed(text) if line), "")
+    if last.startswith("╰"):  # a wrong flag, as typer draws it
+        return " ".join(line.strip("│ ") for line in text if line.startswith("│"))
+    return last
 
 
 def describe_exit(status: int) -> str:

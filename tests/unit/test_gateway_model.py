@@ -123,3 +123,11 @@ def test_seeds() -> None:
     assert choice_seed(7, 1) == choice_seed(7, 1) == 2174948161648732372
     assert prompt_seed(-1) == (1 << 64) - 1
     assert prompt_seed(None) != prompt_seed(None)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json"])
+def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
+    write_model(tmp_path)
+    (tmp_path / name).write_text('{"model": ')
+    with pytest.raises(ValueError, match=rf"{name} .*fetch the model again"):
+        load_model(tmp_path, "m")

@@ -179,6 +179,7 @@ async def test_our_redis_starts_and_answers(tmp_path: Path) -> None:
         ("router: policy='x' is not known\n", "router: policy='x' is not known"),
         ('{"reason": "use --port", "event": "cannot start"}\n{"event": "stopped"}\n', "use --port"),
         ("╭─ Error ──╮\n│ Invalid value for │\n│ '--transfer'.     │\n╰────╯\n", "Invalid value for '--transfer'."),
+        ("╭─ Traceback ─╮\n│ at line 5  │\n╰────────────╯\nException: no such thing\n", "Exception: no such thing"),
         ("Traceback (most recent call last):\n  File\nValueError: no\n\n", "ValueError: no"),
         ('{"reason": 5}\n[1]\n', ""),
     ],

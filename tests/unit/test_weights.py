@@ -115,3 +115,11 @@ def test_a_terminal_shows_how_far_loading_is(tmp_path) -> None:
     assert child.returncode == 0
     assert b"loading weights" in output
     assert b"bytes" in output  # how many of how many
+
+
+def test_a_damaged_file_is_named(tmp_path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(1000)}, path)
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(WeightsError, match=r"model\.safetensors cannot be read .*fetch it again"):
+        reader(tmp_path)
