@@ -22,7 +22,7 @@ _GPU_ROLES: dict[str, dict[str, Any]] = {
     # of the staging.
     "prefill": {"staged_steps": 2},
     # A GPU that decodes waits for memory and has computing power to spare. On CPUs all workers of a host share the
-    # cores: what one would compute for the other, it takes from it.
+    # cores, and what a decode worker computes for the others its own streams pay for (docs/adr/0007).
     "decode": {"itl_budget_ms": 15.0},
 }
 
