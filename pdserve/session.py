@@ -265,6 +265,8 @@ class Session:
             async with asyncio.timeout(LOST_AFTER_S):
                 await call.write(pb.ClientFrame(hello=self._identity))
                 first = await call.read()
+            if _is_cancelled():  # or it would be waited for as long as the peer lives
+                raise asyncio.CancelledError
             if not isinstance(first, pb.ServerFrame):
                 return await _status(call)
             pulse = Pulse()

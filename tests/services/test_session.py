@@ -324,3 +324,40 @@ async def test_nothing_is_left_behind(worker: FakeWorker) -> None:
     gc.collect()
     await eventually(lambda: len(asyncio.all_tasks()) <= tasks, "all tasks have ended")
     await eventually(lambda: psutil.Process().num_fds() <= fds + 1, "all connections are closed")
+
+
+async def test_a_cancellation_that_grpc_swallows_ends_it_all_the_same(
+    worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """grpc.aio's read may come back with a frame although its task was cancelled meanwhile."""
+    reads = asyncio.Event()
+    real = inference_pb2_grpc.GenerationStub
+
+    class Swallowing:
+        """The stub's call, real but for the first read."""
+
+        def __init__(self, channel: grpc.aio.Channel) -> None:
+            self._channel = channel
+
+        def Session(self) -> Swallowing:
+            self._call = real(self._channel).Session()
+            return self
+
+        async def read(self) -> object:
+            frame = await self._call.read()
+            if not reads.is_set():
+                reads.set()
+                try:
+                    await asyncio.sleep(1.5)
+                except asyncio.CancelledError:
+                    return frame
+            return frame
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._call, name)
+
+    monkeypatch.setattr(inference_pb2_grpc, "GenerationStub", Swallowing)
+    session = Session.start(worker.address, new_identity("router", "r1"))
+    await asyncio.wait_for(reads.wait(), 10)
+    await asyncio.wait_for(session.close(), 10)
+    assert not session.alive
