@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -351,11 +352,17 @@ def cont(pids: list[int]) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
+def _end(number: int, frame: FrameType | None) -> None:
+    """End what was started. A second signal (`timeout` sends two) would end that before it is done."""
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
 @contextlib.contextmanager
 def running_fleet(directory: Path, model: str, *, prefill: int = 2, decode: int = 2) -> Iterator[Fleet]:
     """A fleet that serves, with mutual TLS on gRPC's links. Its directory is a small disk where it may be mounted."""
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and so end what was started
+        signal.signal(signal.SIGTERM, _end)
     directory.mkdir(parents=True, exist_ok=True)
     size = f"size={DISK_BYTES}"
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "pdserve", str(directory)], capture_output=True)
