@@ -39,14 +39,14 @@ DEVICES = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
 SHAPE: dict[str, int] = {
     "hidden_size": 2048,
     "intermediate_size": 5632,
-    "num_hidden_layers": 16,
+    "num_hidden_layers": 8,
     "num_attention_heads": 32,
     "num_key_value_heads": 16,
     "head_dim": 64,
     "vocab_size": 4096,
 }
 PROMPT_TOKENS, MAX_TOKENS, NUM_PROMPTS = 6000, 160, 4
-FLAGS = ("--dtype", "float32", "--max-num-seqs", "16", "--max-num-batched-tokens", "1024", "--max-model-len", "8192")
+FLAGS = ("--dtype", "float32", "--max-num-seqs", "8", "--max-num-batched-tokens", "512", "--max-model-len", "8192")
 FLAGS += ("--num-blocks", "600")
 REACH_TIMEOUT_S, TIMEOUT_S, LATE_S = 15.0, 30.0, 2.0
 STOPPED_S = 3.0
