@@ -35,6 +35,7 @@ from pdserve import tls
 from telemetry.metrics import GatewayMetrics
 from telemetry.tracing import start_tracer
 
+SERVED = "/v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health, /live, /metrics"
 WORKING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"})
 
 
@@ -156,4 +157,6 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     message = f"{request.method} {request.url.path}: {error.detail}"
+    if error.status_code == 404:
+        message += f". There are {SERVED}"
     return error_response(GatewayError(error.status_code, message, code=code))

@@ -302,7 +302,9 @@ async def test_bad_bodies_and_paths(http: httpx.AsyncClient) -> None:
     assert_error(await http.post(CHAT, json=body_of(CHAT, user="x" * 60_000)), 413, code="request_too_large")
     compressed = await http.post(CHAT, content=b"x", headers={"content-encoding": "gzip"})
     assert_error(compressed, 415, code="unsupported_encoding")
-    assert_error(await http.get("/nowhere"), 404, code="not_found")
+    nowhere = assert_error(await http.get("/nowhere"), 404, code="not_found")
+    for path in nowhere["message"].partition("There are ")[2].split(", "):
+        assert (await http.get(path)).status_code in (200, 405), path
     assert_error(await http.get(CHAT), 405, code="method_not_allowed")
     assert (await http.head("/live")).status_code == (await http.head("/health")).status_code == 200
     for value in ("0", "-1", "soon", "inf", "nan", "1e9"):
