@@ -13,7 +13,8 @@ without prompt tokens are remembered apart, so that a long time of decodes only 
   not extrapolate. So it needs a few steps from nothing to the budget.
 - Outliers: a stall counts as SLOWER times what was expected, at most, once TRAINED_STEPS are known. What is much faster
   than expected counts little, too, unless it happens AGAIN times in a row: then what was remembered was wrong.
-- It aims at AIM of the budget: times scatter, and the larger a step, the more a prompt token costs.
+- It aims below the budget, since times scatter: so far below that OVER of the steps are longer all the same. Each that
+  is lowers the aim, each that is not raises it by as much less as it should be more frequent (a running quantile).
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MIN_TOKENS = 32
-AIM = 0.85
+OVER = 0.02
+FIRST_AIM = 0.75
+LEAST_AIM = 0.5
+MOST_AIM = 0.95
+AIM_STEP = 0.02
+"""Of the budget."""
 SLOWER = 1.5
 FASTER = 4.0
 AGAIN = 3
@@ -100,6 +106,7 @@ class ItlBudget:
         self._budget_s = budget_s
         self._max_tokens = max_tokens
         self._times = StepTimes()
+        self._aim = FIRST_AIM
         self._tried = MIN_TOKENS / 2
         self.mixed_steps_total = 0
         """With decodes and prompt tokens."""
@@ -121,6 +128,9 @@ class ItlBudget:
         if prefill_tokens:
             self.mixed_steps_total += 1
             self.over_budget_total += seconds > self._budget_s
+            if prefill_tokens > MIN_TOKENS and 2 * prefill_tokens > self.prefill_tokens(decodes, kv_tokens):
+                move = -(1 - OVER) if seconds > self._budget_s else OVER
+                self._aim = min(max(self._aim + AIM_STEP * move, LEAST_AIM), MOST_AIM)
             self._tried = max(self._tried * FADE, float(prefill_tokens), MIN_TOKENS / 2)
         self._times.observe(decodes, kv_tokens, prefill_tokens, seconds)
 
@@ -140,6 +150,6 @@ class ItlBudget:
 
     def _within(self, decodes: int, kv_tokens: int) -> float:
         """By what is known; as many as there can be, while that is nothing."""
-        left_s = AIM * self._budget_s - self._times.seconds(decodes, kv_tokens, 0)
+        left_s = self._aim * self._budget_s - self._times.seconds(decodes, kv_tokens, 0)
         s_per_token = self._times.s_per_prefill_token
         return min(max(0.0, left_s / s_per_token), self._max_tokens) if s_per_token else self._max_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -129,6 +130,23 @@ def test_it_counts_how_often_the_budget_was_not_kept() -> None:
     for decodes, tokens, seconds in ((4, 0, 0.1), (4, 10, 0.014), (4, 10, 0.016), (0, 10, 0.1), (4, 10, 0.01)):
         budget.step_took(decodes, 1000, tokens, seconds)
     assert (budget.mixed_steps_total, budget.over_budget_total) == (3, 1)
+
+
+@pytest.mark.parametrize("sigma", [0.02, 0.1, 0.25])
+def test_as_many_steps_are_too_long_as_may_be_however_times_scatter(sigma: float) -> None:
+    """Step times that nobody foresees: log-normal, as those of a device that others use, too."""
+    device, rng = Device(4e-3, 20e-6, 15e-9, 1e-3), random.Random(4)
+    budget = ItlBudget(0.015, MAX_TOKENS)
+    over, rates = [], []
+    for _ in range(4000):
+        tokens = budget.prefill_tokens(60, 120_000)
+        seconds = device.step_s(60, 120_000, tokens) * rng.lognormvariate(0, sigma)
+        budget.step_took(60, 120_000, tokens, seconds)
+        over.append(seconds > 0.015)
+        rates.append(tokens / seconds)
+    assert sum(over[1000:]) / 3000 <= 0.03
+    if sigma <= 0.1:  # and room that is there is used
+        assert sum(rates[1000:]) / 3000 > 0.6 * device.most_tokens(0.015, 60, 120_000) / 0.015
 
 
 def test_decodes_alone_over_the_budget_leave_no_room_but_progress() -> None:
