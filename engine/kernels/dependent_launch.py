@@ -17,10 +17,14 @@ import triton.language as tl
 
 
 @triton.jit
-def await_inputs(PDL: tl.constexpr):
+def await_inputs(PDL: tl.constexpr, EARLY: tl.constexpr = False):
+    """EARLY: the next kernel is set up while this one still waits; pays where that one has weights to fetch ahead."""
     if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if not EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
 
 
 def pdl(device: torch.device) -> dict[str, Any]:

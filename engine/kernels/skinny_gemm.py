@@ -61,15 +61,19 @@ def multiply(
 ):  # fmt: skip
     """[BLOCK_N, BLOCK_M] of rows of w at ``offsets``. The descriptor finds them at ``row`` on, of pair and pair + 1."""
     kk = tl.arange(0, BLOCK_K)
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    # Tiles of 32 rows are too small for wgmma; the other unit wants x, which has 16 rows at least, on the left.
+    acc = tl.zeros([BLOCK_M, BLOCK_N] if BLOCK_N < 64 else [BLOCK_N, BLOCK_M], tl.float32)
     for k in tl.range(first, first + PER_SPLIT, BLOCK_K, num_stages=STAGES):
         if TMA:
             w = w_desc.load([pair, row, k]).reshape(BLOCK_N, BLOCK_K) if PAIRED else w_desc.load([row, k])
         else:
             w = tl.load(w_ptr + offsets[:, None] + (k + kk)[None, :])
         x = tl.load(x_ptr + m[:, None] * stride_x + (k + kk)[None, :], mask=m[:, None] < M, other=0.0)
-        acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
-    return acc
+        if BLOCK_N < 64:
+            acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+    return tl.trans(acc) if BLOCK_N < 64 else acc
 
 
 @triton.jit
@@ -99,9 +103,14 @@ def _skinny_kernel(
     first = split * PER_SPLIT
     if PDL:
         prefetch_weights(w_ptr, offsets, first, PER_SPLIT, LINES_AHEAD)
-    await_inputs(PDL)
+    await_inputs(PDL, EARLY=True)
     if SQUARES:
         squares = load_squares(squares_ptr, m, SQUARES, ROW_STRIDE)
+    mask = (m[:, None] < M) & (n[None, :] < N)
+    at = y_ptr + m[:, None] * stride_y + n[None, :]
+    if ADD_NORM:
+        residual = tl.load(at, mask=mask, other=0.0)
+        norm_weight = tl.load(norm_weight_ptr + n, mask=n < N, other=0.0)
     acc = multiply(
         x_ptr, w_ptr, w_desc, offsets, 0, tile * COLUMNS, m, M, stride_x, first,
         PER_SPLIT, BLOCK_M, BLOCK_N, BLOCK_K, TMA, GATED, STAGES,
@@ -129,14 +138,11 @@ def _skinny_kernel(
             out = tl.trans(gate / (1.0 + tl.exp(-gate)) * up)
         else:
             out = tl.trans(acc)
-        mask = (m[:, None] < M) & (n[None, :] < N)
-        at = y_ptr + m[:, None] * stride_y + n[None, :]
         if ADD_NORM:
-            total = (out + tl.load(at, mask=mask, other=0.0).to(tl.float32)).to(y_ptr.dtype.element_ty)
+            total = (out + residual.to(tl.float32)).to(y_ptr.dtype.element_ty)
             tl.store(at, total, mask=mask)
             wide = tl.where(mask, total.to(tl.float32), 0.0)
-            weight = tl.load(norm_weight_ptr + n, mask=n < N, other=0.0).to(tl.float32)
-            scaled = (wide * weight[None, :]).to(scaled_ptr.dtype.element_ty)
+            scaled = (wide * norm_weight.to(tl.float32)[None, :]).to(scaled_ptr.dtype.element_ty)
             tl.store(scaled_ptr + m[:, None] * N + n[None, :], scaled, mask=mask)
             tl.store(out_squares_ptr + tile * ROW_STRIDE + m, tl.sum(wide * wide, 1))
         else:

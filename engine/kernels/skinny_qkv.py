@@ -47,7 +47,7 @@ def _skinny_qkv_kernel(
     row = (2 * head + cell_n // COLUMNS) * HALF + column + cell_n % COLUMNS
     offsets = row.to(tl.int64) * stride_w
     live = m < M
-    # These are a step's inputs, written long before the kernel that comes before this one has started.
+    # A step's inputs: what wrote them is over before the step's first launch that may overlap with another.
     position = tl.load(positions_ptr + m, mask=live, other=0).to(tl.int64)
     slot = tl.load(slots_ptr + m, mask=live, other=-1).to(tl.int64)
     angles = cos_sin_ptr + position[None, :] * (2 * HALF) + p[:, None]
@@ -55,7 +55,7 @@ def _skinny_qkv_kernel(
     sin = tl.load(angles + HALF).to(tl.float32)
     if PDL:
         prefetch_weights(w_ptr, offsets, 0, K, LINES_AHEAD)
-    await_inputs(PDL)
+    await_inputs(PDL, EARLY=True)
     if SQUARES:
         squares = load_squares(squares_ptr, m, SQUARES, ROW_STRIDE)
     acc = multiply(

@@ -29,8 +29,10 @@ from engine.kernels.skinny_qkv import SkinnyQKV
 # weights while the kernel before it still runs.
 _SKINNY_ROWS = 32
 _SKINNY_BLOCK_K = 256
-_SKINNY_FEW_OUTPUTS = 2048
+_SKINNY_SPLIT_OUTPUTS = 2048
 """Up to this many a split of K pays: there are too few programs without it."""
+_SKINNY_NARROW_OUTPUTS = 8192
+"""Up to this many, tiles of 64 rows are fewer than SMs, and an SM takes in only about 60 GB/s."""
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -103,16 +105,10 @@ class TritonKernels:
     def linear_add_norm(
         self, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor, eps: float, *, plain: bool
     ) -> AddNorm:
-        in_place = weight.dtype in _HALF and bias is None
-
         def many(x: torch.Tensor, residual: torch.Tensor) -> tuple[Normed, torch.Tensor]:
-            if not in_place:
-                return self.fused_add_rms_norm(F.linear(x, weight, bias), residual, norm_weight, eps)
-            # The product reads the residual while it multiplies, and rounds the sum once.
-            torch.addmm(residual, x, weight.t(), out=residual)
-            return self.fused_add_rms_norm(residual, None, norm_weight, eps)
+            return self.fused_add_rms_norm(F.linear(x, weight, bias), residual, norm_weight, eps)
 
-        skinny = _skinny(weight, bias)
+        skinny = _skinny(weight, bias, narrow=True)
         if skinny is None:
             return many
         # A norm can wait for a product that is our own, too; float16 might not hold what is not normed yet.
@@ -241,19 +237,27 @@ class TritonKernels:
         paged_decode(q, kv_layer, block_table, seq_lens, scale, plan, out)
 
 
-def _tiling(weight: torch.Tensor) -> SkinnyTiling | None:
-    """How our own product for few rows cuts this weight, if it can."""
+def _tiling(weight: torch.Tensor, *, narrow: bool = False) -> SkinnyTiling | None:
+    """How our own product for few rows cuts this weight, if it can; ``narrow``: to be read by as many SMs as can be."""
     outputs, inputs = weight.shape
     if inputs % _SKINNY_BLOCK_K or weight.dtype not in _HALF or weight.device.type != "cuda":
         return None
-    split = 4 if outputs <= _SKINNY_FEW_OUTPUTS and inputs % (4 * _SKINNY_BLOCK_K) == 0 else 1
-    return SkinnyTiling(64, _SKINNY_BLOCK_K, split, num_stages=4, num_warps=4, tma=True)
+    if outputs <= _SKINNY_SPLIT_OUTPUTS and inputs % (4 * _SKINNY_BLOCK_K) == 0:
+        return SkinnyTiling(64, 128, split=4, num_stages=3, num_warps=4, tma=True)
+    if narrow and outputs <= _SKINNY_NARROW_OUTPUTS:
+        return SkinnyTiling(32, _SKINNY_BLOCK_K, num_stages=6, num_warps=4, tma=True)
+    return SkinnyTiling(64, _SKINNY_BLOCK_K, num_stages=4, num_warps=4, tma=True)
 
 
 def _skinny(
-    weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None, *, gated: bool = False
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    gated: bool = False,
+    narrow: bool = False,
 ) -> SkinnyLinear | None:
-    tiling = _tiling(weight)
+    tiling = _tiling(weight, narrow=narrow)
     return None if tiling is None else SkinnyLinear(weight, bias, tiling, out_dtype, gated=gated)
 
 

@@ -65,10 +65,11 @@ def check_model(architecture: str) -> None:
     expected = step(architecture, TorchKernels(), torch.float64)
     # Where K is split, queries and keys are rotated by a launch of their own, and the down projection is the library's.
     tiling = SkinnyTiling(16, 32, split=2 if architecture.startswith("Qwen3") else 1)
-    with (
-        mock.patch.object(triton_gpu, "_SKINNY_BLOCK_K", 32),
-        mock.patch.object(triton_gpu, "_tiling", lambda w: None if w.shape[1] % (32 * tiling.split) else tiling),
-    ):
+
+    def cut(weight: torch.Tensor, narrow: bool = False) -> SkinnyTiling | None:
+        return None if weight.shape[1] % (32 * tiling.split) else tiling
+
+    with mock.patch.multiple(triton_gpu, _SKINNY_BLOCK_K=32, _tiling=cut):
         found = step(architecture, TritonKernels(), torch.float32)
     for ours, exact in zip(found, expected, strict=True):
         assert float((ours.double() - exact.double()).norm() / exact.double().norm()) < 2e-6

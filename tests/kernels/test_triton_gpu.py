@@ -85,7 +85,13 @@ def test_skinny_product(rows: int, tiling: SkinnyTiling | None) -> None:
 
 @pytest.mark.parametrize("rows", [1, 5, 32])
 @pytest.mark.parametrize(
-    "tiling", [SkinnyTiling(64, 256, tma=True), SkinnyTiling(64, 128, split=4, tma=True), SkinnyTiling(64, 128)]
+    "tiling",
+    [
+        SkinnyTiling(64, 256, tma=True),
+        SkinnyTiling(64, 128, split=4, num_stages=3, tma=True),
+        SkinnyTiling(32, 256, num_stages=6, tma=True),
+        SkinnyTiling(64, 128),
+    ],
 )
 def test_products_with_what_stands_between_them(rows: int, tiling: SkinnyTiling) -> None:
     checks.check_gated(CUDA, BF16, (rows, 1000, 2048), tiling)
