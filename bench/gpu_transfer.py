@@ -30,7 +30,7 @@ from engine.kv_copies import KVCopies, KVCopy
 from engine.wire_memory import WireMemory
 from kv_transfer import backends
 from kv_transfer.backends.base import Arrived, ChannelLost, OnDone
-from kv_transfer.copies import CopyWaiter
+from kv_transfer.copies import AT_ONCE, CopyWaiter
 from kv_transfer.cuda import CudaRuntime, CudaStaging
 from kv_transfer.layout import make_layout
 from kv_transfer.segment import mixed_digest, seal_mixed
@@ -153,9 +153,14 @@ def take(count: int, receiver: Any, copies: KVCopies, wake_fd: int, tokens: int,
             wire = WireMemory(payload.address, len(payload))
             begun.append(copies.unpack(TABLE, 0, tokens, 0, layers, wire, torch.bfloat16))
             came.append(arrived)
-        copies.start()
-        waiter.when_done(begun, partial(written, came))
-        left -= len(begun)
+            left -= 1
+            if len(begun) == AT_ONCE:
+                copies.start()
+                waiter.when_done(begun, partial(written, came))
+                begun, came = [], []
+        if begun:
+            copies.start()
+            waiter.when_done(begun, partial(written, came))
     for _ in range(count):
         if not done.acquire(timeout=TIMEOUT_S):
             raise TimeoutError("the device does not end its copies")
@@ -208,9 +213,9 @@ class Sending:
             self.conn.send(count)
             since_s = time.perf_counter()
             index = 0
-            while index < count:  # all that has a slot in one go, as in the engines
+            while index < count:  # some that have a slot in one go, as in the engines
                 slots = [arena.take(TIMEOUT_S)]
-                while index + len(slots) < count and (slot := arena.try_take()) is not None:
+                while len(slots) < min(AT_ONCE, count - index) and (slot := arena.try_take()) is not None:
                     slots.append(slot)
                 begun: list[KVCopy] = []
                 packing: list[tuple[kv_pb2.SegmentHeader, Any, OnDone]] = []

@@ -13,6 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 CLOSE_S = 1.0
+AT_ONCE = 4
+"""Copies that are started, waited for and told of together: enough to save launches, few enough that one side of a
+transfer works while the other does."""
 
 
 class DeviceCopy(Protocol):

@@ -6,7 +6,7 @@ business (receiver.py). Driven by the engine's thread.
     arrivals --> stale, double: dropped
              --> corrupt, out of range: the transfer fails
              --> written --> verified                           the host writes: the digest is checked before
-             --> begun --[kv-copies]--> written --> verified    a device writes, all that came at once in one go:
+             --> begun --[kv-copies]--> written --> verified    a device writes, a few at once:
                                                                 the digest is of what it wrote, and checked after
 
 A device may still write into blocks of a transfer that failed: who frees them orders that after the writes that were
@@ -21,7 +21,7 @@ from functools import partial
 from typing import Protocol
 
 from kv_transfer.backends.base import Arrived, ChannelLost
-from kv_transfer.copies import CopyWaiter, DeviceCopy
+from kv_transfer.copies import AT_ONCE, CopyWaiter, DeviceCopy
 from kv_transfer.layout import BLOCK_MIX64, DIGEST_KINDS
 from kv_transfer.lease import Clock
 from kv_transfer.receive_transfer import ReceiveTransfer
@@ -66,7 +66,7 @@ class SegmentIntake:
         self._wakeup = wakeup
         self._device_writes = device_writes
         self._begun: list[tuple[DeviceCopy, Writing]] = []
-        """Asked for, and started after the last of what came at once."""
+        """Asked for and not started."""
         self._copies = CopyWaiter(wakeup)
         self._written: queue.SimpleQueue[tuple[list[Writing], list[int]]] = queue.SimpleQueue()
         """What a device has written, and the block mix of it; bounded by the slots."""
@@ -84,6 +84,9 @@ class SegmentIntake:
                 self._owner.channel_lost(arrival)
             elif not self._on_segment(arrival):
                 arrival.slot.give_back()
+        self._start_writing()
+
+    def _start_writing(self) -> None:
         if self._begun:
             self._port.start_copies()
             copies, writing = map(list, zip(*self._begun, strict=True))
@@ -126,6 +129,8 @@ class SegmentIntake:
             self._on_verified(transfer, header)
             return False
         self._begun.append((copy, (transfer, arrived)))
+        if len(self._begun) == AT_ONCE:
+            self._start_writing()
         return True
 
     def _let_go(self, writing: list[Writing], mixes: list[int]) -> None:

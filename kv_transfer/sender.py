@@ -27,7 +27,7 @@ from typing import Any
 import structlog
 
 from kv_transfer.backends.base import Channel, OnDone, SegmentSender
-from kv_transfer.copies import CLOSE_S, CopyWaiter, DeviceCopy
+from kv_transfer.copies import AT_ONCE, CLOSE_S, CopyWaiter, DeviceCopy
 from kv_transfer.layout import KVRange, cell_bytes, mismatch, split
 from kv_transfer.lease import Clock, Lease
 from kv_transfer.protocol import Abort, Busy, Done, End, Frame, Open, Refused, Ticket
@@ -76,7 +76,7 @@ class Sender:
         self._news: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         """From network threads; bounded by the slots and the links."""
         self._begun: list[tuple[DeviceCopy, Packing]] = []
-        """Packing that was asked for, and is started when no more fits."""
+        """Packing that was asked for and not started."""
         self._copies = CopyWaiter(wakeup)
         self.counters = TransferCounters()
 
@@ -295,6 +295,9 @@ class Sender:
                 self._pack_and_send(link, transfer, piece, after, slot)
                 if not self._may_pack(link):
                     waiting.remove(link)
+        self._start_packing()
+
+    def _start_packing(self) -> None:
         if self._begun:
             self._port.start_copies()
             copies, packing = map(list, zip(*self._begun, strict=True))
@@ -341,6 +344,8 @@ class Sender:
             link.channel.send(seal(header, payload), on_done)
         else:
             self._begun.append((copy, (link.channel, header, payload, on_done)))
+            if len(self._begun) == AT_ONCE:
+                self._start_packing()
 
     def _slot_is_back(self, link: Link, transfer: SendTransfer, error: str | None) -> None:
         link.slots_in_use -= 1

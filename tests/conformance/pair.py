@@ -151,7 +151,9 @@ class Pair:
 
     def assert_published(self, job: Job) -> None:
         """D has what P had, to the bit, converted to D's dtype."""
-        (event,) = self.d.of("published", job.name)
+        published = self.d.of("published", job.name)
+        assert len(published) == 1, f"{job.name} was not published once; P: {self.p.log()}; D: {self.d.log()}"
+        (event,) = published
         sent = self.p.of("kv", job.name)[-1][2]
         assert event[3] == b"first token"
         assert equal_kv(sent, self.p.config.dtype, event[2], self.d.config.dtype, job.tokens)
