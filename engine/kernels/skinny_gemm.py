@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """``y = x @ w.T`` for a few rows of x (M <= 64): the product that decode waits for, bound by reading w once.
 
-The weight tile is the left operand of the matrix unit and the padded x the right one (``y.T = w @ x.T``), so that 16
-columns cost no more than they must: wgmma takes 64 rows of w straight from shared memory. w [N, K] is row-major and
-streamed through ``num_stages`` tiles; several programs an SM keep the memory busy while another one starts or ends.
-Splits of K write float32 partials; the last one to arrive sums them in fixed order, so the result does not depend on
-timing.
+A weight tile of 64 rows is the left operand of the matrix unit and the padded x the right one (``y.T = w @ x.T``), so
+that 16 columns cost no more than they must: wgmma takes it straight from shared memory. Where that makes fewer programs
+than there are SMs, tiles of 32 rows are the right operand of mma. w [N, K] is row-major and streamed through
+``num_stages`` tiles; a program waiting for its inputs fetches its first weights into the cache. Splits of K write
+float32 partials; the last one to arrive sums them in fixed order, so the result does not depend on timing.
 
     program (n, s): rows n*BLOCK_N.. of w, columns s*K/SPLIT..;   partial[s, n] --last of SPLIT--> epilogue of tile n
 

@@ -420,6 +420,7 @@ def _tiny(device: torch.device) -> dict[str, Callable[[], None]]:
         check_skinny(device, f32, (5, 70, 128), SkinnyTiling(16, 32, 2))
         check_skinny(device, f16, (1, 40, 64), SkinnyTiling(16, 32, 2, tma=True))
         check_skinny(device, f32, (17, 33, 96), None)
+        check_skinny(device, f32, (3, 70, 64), SkinnyTiling(32, 32))
 
     def fused() -> None:
         check_gated(device, f32, (5, 35, 128), SkinnyTiling(16, 32, 2))
@@ -427,6 +428,7 @@ def _tiny(device: torch.device) -> dict[str, Callable[[], None]]:
         check_gated(device, f32, (17, 33, 96), None)
         check_add_norm(device, f32, (3, 192, 64), SkinnyTiling(16, 32, 2))
         check_add_norm(device, f32, (17, 96, 64), SkinnyTiling(16, 32, tma=True))
+        check_add_norm(device, f32, (2, 128, 64), SkinnyTiling(64, 32))
         check_qkv(device, f32, 5, 64, (4, 2, 32), 16, SkinnyTiling(16, 32))
         check_qkv(device, f32, 17, 64, (3, 1, 16), 4, SkinnyTiling(16, 32, tma=True))
 
