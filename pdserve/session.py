@@ -274,17 +274,13 @@ class Session:
             tasks = [asyncio.create_task(self._read(call, pulse)), asyncio.create_task(self._write(call, pulse))]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                if not task.cancelled():  # a failed write cancels the call, and with it the read
-                    task.result()
-            return await _status(call)
-        except TimeoutError:
-            return "the peer does not read or does not answer"
-        except grpc.aio.AioRpcError as error:
-            return error.details() or str(error.code())
-        except ConnectionError as error:
-            return str(error)
-        except asyncio.InvalidStateError:  # grpc.aio's word for a call that has ended
-            return "the stream has ended"
+                # Not raised here: a frame that an error of its own task has been through is part of a cycle, which
+                # would keep the call, and with it the connection, until garbage is collected.
+                if not task.cancelled() and (failure := task.exception()) is not None:
+                    return _cause(failure)
+            return await _status(call)  # a failed write cancels the call, and with it the read
+        except (TimeoutError, grpc.aio.AioRpcError, ConnectionError, asyncio.InvalidStateError) as error:
+            return _cause(error)
         finally:
             for task in tasks:
                 task.cancel()
@@ -377,6 +373,20 @@ class Session:
 
 def _lost(request_id: str, message: str) -> pb.Output:
     return terminal.failed(request_id, pb.ERROR_CODE_WORKER_LOST, message, retryable=True)
+
+
+def _cause(error: BaseException) -> str:
+    """Why a connection was lost. Raises what does not mean that."""
+    match error:
+        case TimeoutError():
+            return "the peer does not read or does not answer"
+        case grpc.aio.AioRpcError():
+            return error.details() or str(error.code())
+        case ConnectionError():
+            return str(error)
+        case asyncio.InvalidStateError():  # grpc.aio's word for a call that has ended
+            return "the stream has ended"
+    raise error
 
 
 def _is_cancelled() -> bool:

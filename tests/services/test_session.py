@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -361,3 +362,43 @@ async def test_a_cancellation_that_grpc_swallows_ends_it_all_the_same(
     await asyncio.wait_for(reads.wait(), 10)
     await asyncio.wait_for(session.close(), 10)
     assert not session.alive
+
+
+async def test_a_lost_connection_is_closed_at_once(worker: FakeWorker) -> None:
+    """Also that of a peer which fell silent: nothing of it waits for the garbage collector, which may take its time."""
+    flowing = asyncio.Event()
+    flowing.set()
+
+    async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                await flowing.wait()
+                writer.write(data)
+        writer.close()
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, port = worker.address.split(":")
+        to_worker = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(pipe(reader, to_worker[1]), pipe(to_worker[0], writer))
+
+    network = await asyncio.start_server(carry, "127.0.0.1", 0)
+    port = network.sockets[0].getsockname()[1]
+
+    def num_connections() -> int:
+        mine = psutil.Process().net_connections("tcp")
+        return sum(c.status == "ESTABLISHED" and c.raddr and c.raddr.port == port for c in mine)
+
+    gc.disable()
+    try:
+        session = await Session.connect(f"127.0.0.1:{port}", new_identity("router", "r1"))
+        for connects in (2, 3):
+            flowing.clear()
+            await eventually(lambda: not session.alive, "the peer is silent")
+            flowing.set()
+            await eventually(lambda connects=connects: session.connects_total >= connects, "it is back")  # type: ignore[misc]
+        await eventually(lambda: session.alive and num_connections() == 1, "only the new connection is left")
+        await session.close()
+        await eventually(lambda: num_connections() == 0, "none is left")
+    finally:
+        gc.enable()
+        network.close()
