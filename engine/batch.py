@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from engine.itl_budget import StepLoad
 from engine.messages import TokenLogprobs
 from engine.offload import BlockCopy
 from engine.request import Request
@@ -48,15 +49,16 @@ class ScheduledBatch:
     def num_tokens(self) -> int:
         return sum(item.num_tokens for item in self.items)
 
-    def split(self) -> tuple[int, int, int]:
-        """Decodes, tokens of KV that these read, and tokens of the others."""
-        decodes = kv_tokens = 0
+    def load(self) -> StepLoad:
+        decodes = kv_tokens = tokens = pairs = 0
         for item in self.items:
-            if item.num_tokens > 1:
-                break
-            decodes += 1
-            kv_tokens += item.start
-        return decodes, kv_tokens, self.num_tokens - decodes
+            if item.num_tokens == 1:
+                decodes += 1
+                kv_tokens += item.start
+            else:
+                tokens += item.num_tokens
+                pairs += item.num_tokens * (2 * item.start + item.num_tokens) // 2
+        return StepLoad(decodes, kv_tokens, tokens, pairs)
 
 
 @dataclass(frozen=True, slots=True)

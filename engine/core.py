@@ -208,7 +208,7 @@ class EngineCore:
         if (costs := self.scheduler.offload.costs) is not None:
             costs.step_took(batch.num_tokens, took_s)
         if self.scheduler.itl_budget is not None:
-            self.scheduler.itl_budget.step_took(*batch.split(), took_s)
+            self.scheduler.itl_budget.step_took(batch.load(), took_s)
         self._last_result_s = now_s
         for output in self.scheduler.update(batch, sampled, now_s):
             request = self.scheduler.holding.get(output.request_id)

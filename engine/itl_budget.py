@@ -3,9 +3,10 @@
 Owns what is learned of the time that steps take; no clock, no queue, no request. The scheduler asks before each step
 that decodes and tells how long steps took; a step or two late will do.
 
-    seconds of a step = fixed + each decode + each token of KV that decodes read + each prompt token
+    seconds of a step = fixed + each decode + each token of KV that decodes read
+                        + each prompt token + each pair of a prompt token and one before it (attention)
 
-All four are 0 or more, and found by least squares over the steps so far, of which older ones count less. Steps with and
+All five are 0 or more, and found by least squares over the steps so far, of which older ones count less. Steps with and
 without prompt tokens are remembered apart, so that a long time of decodes only does not wash out what the others cost.
 
 - Progress: MIN_TOKENS in any case, even where the decodes alone are over the budget, so nothing starves.
@@ -19,7 +20,9 @@ without prompt tokens are remembered apart, so that a long time of decodes only 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 MIN_TOKENS = 32
 OVER = 0.02
@@ -37,45 +40,72 @@ MEMORY_STEPS = 64
 FADE = 0.98
 """What was tried long ago, and only less since, counts less with each step."""
 _KV_UNIT = 1024.0
-_SWEEPS = 2
+_PAIR_UNIT = 1024.0 * 1024.0
+_COLUMNS = 5
+_DECODE_ORDER = (2, 1, 0)
+_MIXED_ORDER = (3, 4, 2, 1, 0, 3, 4, 2, 1, 0)
+"""In which the columns are solved. What is not told apart yet, prompt tokens cost: carefully."""
+
+
+class StepLoad(NamedTuple):
+    """What a step computed."""
+
+    decodes: int
+    kv_tokens: int
+    """That the decodes read."""
+    prefill_tokens: int = 0
+    prefill_pairs: int = 0
+    """Of each of them and those before it in its prompt."""
+
+    @property
+    def mean_context(self) -> float:
+        """Tokens before the first of the prompt tokens, where they are of one prompt."""
+        return max(0.0, self.prefill_pairs / self.prefill_tokens - self.prefill_tokens / 2)
+
+
+def _row(load: StepLoad) -> tuple[float, ...]:
+    decodes, kv_tokens, prefill_tokens, pairs = load
+    return 1.0, float(decodes), kv_tokens / _KV_UNIT, float(prefill_tokens), pairs / _PAIR_UNIT
 
 
 class StepTimes:
     """The least squares: one row of sums for each kind of step, solved a little after each (coordinate descent)."""
 
     def __init__(self) -> None:
-        self._weights = [0.0, 0.0, 0.0, 0.0]
+        self._weights = [0.0] * _COLUMNS
         self._sums = [_Sums(), _Sums()]
         """Of steps without prompt tokens, and with some."""
         self._fast = [0, 0]
         """Steps in a row that were much faster than expected, of either kind."""
 
-    def seconds(self, decodes: int, kv_tokens: int, prefill_tokens: int) -> float:
-        fixed, decode, kv, prefill = self._weights
-        return fixed + decode * decodes + kv * kv_tokens / _KV_UNIT + prefill * prefill_tokens
+    def seconds(self, load: StepLoad) -> float:
+        return sum(weight * value for weight, value in zip(self._weights, _row(load), strict=True))
 
-    @property
-    def s_per_prefill_token(self) -> float:
-        """0: none was seen."""
-        return self._weights[3]
+    def prefill_tokens(self, seconds: float, context: int) -> float:
+        """That take so long, after ``context`` tokens of their prompt."""
+        pair_s = self._weights[4] / _PAIR_UNIT
+        token_s = self._weights[3] + pair_s * context
+        if seconds <= 0 or not (pair_s or token_s):
+            return 0.0 if seconds <= 0 else math.inf
+        # token_s * n + pair_s * n^2 / 2 = seconds
+        return 2 * seconds / (token_s + math.sqrt(token_s**2 + 2 * pair_s * seconds))
 
-    def observe(self, decodes: int, kv_tokens: int, prefill_tokens: int, seconds: float) -> None:
-        kind = prefill_tokens > 0
-        expected_s = self.seconds(decodes, kv_tokens, prefill_tokens)
+    def observe(self, load: StepLoad, seconds: float) -> None:
+        kind = load.prefill_tokens > 0
+        expected_s = self.seconds(load)
         self._fast[kind] = self._fast[kind] + 1 if seconds < expected_s / FASTER else 0
         if self._fast[kind] == AGAIN:
             self._sums = [_Sums(), _Sums()]
         sums = self._sums[kind]
         if sums.steps >= TRAINED_STEPS:
             seconds = min(max(seconds, expected_s / FASTER), expected_s * SLOWER)
-        sums.add((1.0, float(decodes), kv_tokens / _KV_UNIT, float(prefill_tokens)), seconds)
+        sums.add(_row(load), seconds)
         weights, (without, beside) = self._weights, self._sums
-        for _ in range(_SWEEPS):
-            for i in (3, 2, 1, 0):  # what is not told apart yet, prompt tokens cost: carefully
-                square = without.squares[i][i] + beside.squares[i][i]
-                if square > 0:
-                    pull = without.pull(i, weights) + beside.pull(i, weights)
-                    weights[i] = max(0.0, weights[i] + pull / square)
+        for i in _MIXED_ORDER if kind else _DECODE_ORDER:
+            square = without.squares[i][i] + beside.squares[i][i]
+            if square > 0:
+                pull = without.pull(i, weights) + beside.pull(i, weights)
+                weights[i] = max(0.0, weights[i] + pull / square)
 
 
 class _Sums:
@@ -83,8 +113,8 @@ class _Sums:
 
     def __init__(self) -> None:
         self.steps = 0
-        self.squares = [[0.0] * 4 for _ in range(4)]
-        self.products = [0.0] * 4
+        self.squares = [[0.0] * _COLUMNS for _ in range(_COLUMNS)]
+        self.products = [0.0] * _COLUMNS
 
     def add(self, row: Sequence[float], seconds: float) -> None:
         self.steps += 1
@@ -112,44 +142,55 @@ class ItlBudget:
         """With decodes and prompt tokens."""
         self.over_budget_total = 0
         """Those of them that took longer than the budget."""
-        self._last = (0, 0)
-        """Decodes and their KV in the last step."""
+        self._last = StepLoad(0, 0)
+        self._context = 0.0
+        """Of prompt tokens of late, as a mean."""
 
-    def prefill_tokens(self, decodes: int, kv_tokens: int) -> int:
-        """Most prompt tokens of a step beside so many decodes, which read so many tokens of KV."""
-        within = min(self._within(decodes, kv_tokens), 2 * self._tried)
+    def prefill_tokens(self, decodes: int, kv_tokens: int, context: int = 0) -> int:
+        """Most prompt tokens of a step beside so many decodes, which read so many tokens of KV. ``context``: so much of
+        the prompt is computed."""
+        within = min(self._within(decodes, kv_tokens, context), 2 * self._tried)
         return min(self._max_tokens, max(MIN_TOKENS, int(within)))
 
-    def step_took(self, decodes: int, kv_tokens: int, prefill_tokens: int, seconds: float) -> None:
+    def step_took(self, load: StepLoad, seconds: float) -> None:
         """A step without decodes has no budget, and says nothing of those that have."""
-        self._last = (decodes, kv_tokens)
+        self._last = load
+        decodes, kv_tokens, prefill_tokens, _ = load
         if not decodes or seconds <= 0:
             return
         if prefill_tokens:
+            context = load.mean_context
+            self._context += (context - self._context) / MEMORY_STEPS
             self.mixed_steps_total += 1
             self.over_budget_total += seconds > self._budget_s
-            if prefill_tokens > MIN_TOKENS and 2 * prefill_tokens > self.prefill_tokens(decodes, kv_tokens):
+            if prefill_tokens > MIN_TOKENS and 2 * prefill_tokens > self.prefill_tokens(
+                decodes, kv_tokens, int(context)
+            ):
                 move = -(1 - OVER) if seconds > self._budget_s else OVER
                 self._aim = min(max(self._aim + AIM_STEP * move, LEAST_AIM), MOST_AIM)
             self._tried = max(self._tried * FADE, float(prefill_tokens), MIN_TOKENS / 2)
-        self._times.observe(decodes, kv_tokens, prefill_tokens, seconds)
+        self._times.observe(load, seconds)
 
     @property
     def has_room(self) -> bool:
         """Beside what decodes now, prompt tokens stay within the budget."""
-        return self._times.seconds(*self._last, MIN_TOKENS) <= self._budget_s
+        return self._seconds_with(MIN_TOKENS) <= self._budget_s
 
     @property
     def tokens_per_s(self) -> float:
         """Prompt tokens that it computes beside what decodes now; 0: that was not tried yet."""
-        within = self._within(*self._last)
+        within = self._within(self._last.decodes, self._last.kv_tokens, int(self._context))
         if within > 2 * self._tried:
             return 0.0
         tokens = max(within, MIN_TOKENS)
-        return tokens / max(self._times.seconds(*self._last, int(tokens)), 1e-9)
+        return tokens / max(self._seconds_with(int(tokens)), 1e-9)
 
-    def _within(self, decodes: int, kv_tokens: int) -> float:
+    def _seconds_with(self, prefill_tokens: int) -> float:
+        """Of a step like the last one, with so many prompt tokens."""
+        pairs = int(prefill_tokens * (self._context + prefill_tokens / 2))
+        return self._times.seconds(self._last._replace(prefill_tokens=prefill_tokens, prefill_pairs=pairs))
+
+    def _within(self, decodes: int, kv_tokens: int, context: int) -> float:
         """By what is known; as many as there can be, while that is nothing."""
-        left_s = self._aim * self._budget_s - self._times.seconds(decodes, kv_tokens, 0)
-        s_per_token = self._times.s_per_prefill_token
-        return min(max(0.0, left_s / s_per_token), self._max_tokens) if s_per_token else self._max_tokens
+        left_s = self._aim * self._budget_s - self._times.seconds(StepLoad(decodes, kv_tokens))
+        return min(self._times.prefill_tokens(left_s, context), self._max_tokens)

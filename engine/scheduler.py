@@ -160,7 +160,8 @@ class Scheduler:
             elif request.status is RequestStatus.RUNNING and not self._awaits_last(request) and self._grow(request):
                 budget -= self._put(items, request, 1)
                 kv_tokens += request.num_computed_tokens
-        self._prefill_tokens = budget = self._within_itl_budget(budget, len(items), kv_tokens)
+        context = prefills[0].num_computed_tokens if prefills else 0
+        self._prefill_tokens = budget = self._within_itl_budget(budget, len(items), kv_tokens, context)
         for request in prefills:
             if budget and request.status is RequestStatus.RUNNING:
                 budget -= self._put(items, request, budget)
@@ -174,11 +175,11 @@ class Scheduler:
         self._stuck = not items
         return ScheduledBatch(items, self._step, self.offload.take_copies())
 
-    def _within_itl_budget(self, budget: int, decodes: int, kv_tokens: int) -> int:
+    def _within_itl_budget(self, budget: int, decodes: int, kv_tokens: int, context: int) -> int:
         """What of the step's budget prefills may have. Decodes that are about to come count, too."""
         if self.itl_budget is None or not (decodes or self.reservations.num_seats):
             return budget
-        return min(budget, self.itl_budget.prefill_tokens(decodes, kv_tokens))
+        return min(budget, self.itl_budget.prefill_tokens(decodes, kv_tokens, context))
 
     def launched(self, batch: ScheduledBatch) -> None:
         """The batch is on its way: the next ``schedule()`` may come before its ``update()``."""

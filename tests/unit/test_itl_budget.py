@@ -9,10 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.itl_budget import MIN_TOKENS, ItlBudget
+from engine.itl_budget import MIN_TOKENS, ItlBudget, StepLoad
 
 MAX_TOKENS = 4096
 LARGEST_KV = 262_144
+
+
+def pairs(prefill_tokens: int, context: int) -> int:
+    return prefill_tokens * (2 * context + prefill_tokens) // 2
 
 
 @dataclass(frozen=True)
@@ -23,9 +27,10 @@ class Device:
     s_per_token: float
     s_per_kv_token: float
     launch_s: float
+    s_per_pair: float = 0.0
 
-    def step_s(self, decodes: int, kv_tokens: int, prefill_tokens: int) -> float:
-        computing_s = self.s_per_token * (decodes + prefill_tokens)
+    def step_s(self, decodes: int, kv_tokens: int, prefill_tokens: int, context: int = 0) -> float:
+        computing_s = self.s_per_token * (decodes + prefill_tokens) + self.s_per_pair * pairs(prefill_tokens, context)
         return self.launch_s * (prefill_tokens > 0) + max(self.read_weights_s, computing_s) + (
             self.s_per_kv_token * kv_tokens
         )  # fmt: skip
@@ -42,26 +47,35 @@ devices = st.builds(
     s_per_token=st.floats(2e-6, 500e-6),
     s_per_kv_token=st.floats(0, 40e-9),
     launch_s=st.floats(0, 2e-3),
+    s_per_pair=st.sampled_from([0.0, 1e-10, 1e-9]),
 )
 
 
 def run(
-    budget: ItlBudget, device: Device, rng: random.Random, steps: int, *, decodes: int, noise: float
+    budget: ItlBudget,
+    device: Device,
+    rng: random.Random,
+    steps: int,
+    *,
+    decodes: int,
+    noise: float,
+    longest_prompt: int = 4096,
 ) -> list[float]:
     """Prompts always wait; a few decodes come and go. The true seconds of each step."""
-    took = []
+    took, context, prompt_tokens = [], 0, 2048
     for _ in range(steps):
         now = max(1, decodes + rng.randrange(-2, 3))
         kv_tokens = min(LARGEST_KV, now * 2048 + rng.randrange(2048))
-        tokens = budget.prefill_tokens(now, kv_tokens)
-        if rng.random() < 0.1:
-            tokens = rng.randrange(1, tokens + 1)  # the end of a prompt
-        true_s = device.step_s(now, kv_tokens, tokens)
+        tokens = min(budget.prefill_tokens(now, kv_tokens, context), prompt_tokens - context)
+        true_s = device.step_s(now, kv_tokens, tokens, context)
         took.append(true_s)
         measured_s = true_s * rng.uniform(1 - noise, 1 + noise)
         if noise and rng.random() < 0.02:
             measured_s += rng.choice((0.05, 0.5, 3.0))  # something stalled
-        budget.step_took(now, kv_tokens, tokens, measured_s)
+        budget.step_took(StepLoad(now, kv_tokens, tokens, pairs(tokens, context)), measured_s)
+        context += tokens
+        if context == prompt_tokens:
+            context, prompt_tokens = 0, rng.randrange(1, longest_prompt)
     return took
 
 
@@ -71,7 +85,7 @@ def test_it_finds_what_the_budget_allows(device: Device, seed: int, decodes: int
     budget_s = budget_ms / 1e3
     budget, rng = ItlBudget(budget_s, MAX_TOKENS), random.Random(seed)
     for _ in range(50):
-        budget.step_took(decodes, decodes * 2048, 0, device.step_s(decodes, decodes * 2048, 0))
+        budget.step_took(StepLoad(decodes, decodes * 2048), device.step_s(decodes, decodes * 2048, 0))
     run(budget, device, rng, 300, decodes=decodes, noise=0.05)
     kv_tokens = min(LARGEST_KV, decodes * 2048)
     best = device.most_tokens(budget_s, decodes, kv_tokens)
@@ -106,7 +120,7 @@ def test_whatever_was_measured_it_makes_progress_within_its_bounds(
     budget = ItlBudget(budget_ms / 1e3, max_tokens)
     largest = MIN_TOKENS / 2
     for decodes, kv_tokens, tokens, seconds in steps:
-        budget.step_took(decodes, kv_tokens, tokens, seconds)
+        budget.step_took(StepLoad(decodes, kv_tokens, tokens), seconds)
         largest = max(largest, tokens)
         allowed = budget.prefill_tokens(decodes, kv_tokens)
         assert MIN_TOKENS <= allowed <= max_tokens
@@ -121,14 +135,14 @@ def test_it_begins_small_and_doubles() -> None:
     for _ in range(4):
         assert budget.tokens_per_s == 0
         taken.append(budget.prefill_tokens(8, 8000))
-        budget.step_took(8, 8000, taken[-1], device.step_s(8, 8000, taken[-1]))
+        budget.step_took(StepLoad(8, 8000, taken[-1], pairs(taken[-1], 0)), device.step_s(8, 8000, taken[-1]))
     assert taken == [MIN_TOKENS, 2 * MIN_TOKENS, 4 * MIN_TOKENS, 8 * MIN_TOKENS]
 
 
 def test_it_counts_how_often_the_budget_was_not_kept() -> None:
     budget = ItlBudget(0.015, MAX_TOKENS)
     for decodes, tokens, seconds in ((4, 0, 0.1), (4, 10, 0.014), (4, 10, 0.016), (0, 10, 0.1), (4, 10, 0.01)):
-        budget.step_took(decodes, 1000, tokens, seconds)
+        budget.step_took(StepLoad(decodes, 1000, tokens), seconds)
     assert (budget.mixed_steps_total, budget.over_budget_total) == (3, 1)
 
 
@@ -141,7 +155,7 @@ def test_as_many_steps_are_too_long_as_may_be_however_times_scatter(sigma: float
     for _ in range(4000):
         tokens = budget.prefill_tokens(60, 120_000)
         seconds = device.step_s(60, 120_000, tokens) * rng.lognormvariate(0, sigma)
-        budget.step_took(60, 120_000, tokens, seconds)
+        budget.step_took(StepLoad(60, 120_000, tokens), seconds)
         over.append(seconds > 0.015)
         rates.append(tokens / seconds)
     assert sum(over[1000:]) / 3000 <= 0.03
@@ -157,13 +171,27 @@ def test_decodes_alone_over_the_budget_leave_no_room_but_progress() -> None:
     assert budget.prefill_tokens(4, 8192) == MIN_TOKENS
 
 
+def test_long_prompts_take_fewer_tokens_a_step_as_they_go_on() -> None:
+    """Attention: after 30,000 tokens one costs 2.5 times as much."""
+    device = Device(4e-3, 20e-6, 15e-9, 0.0, s_per_pair=1e-9)
+    budget, rng = ItlBudget(0.015, MAX_TOKENS), random.Random(5)
+    run(budget, device, rng, 600, decodes=30, noise=0.0, longest_prompt=60_000)
+    took = run(budget, device, rng, 600, decodes=30, noise=0.0, longest_prompt=60_000)
+    assert sum(seconds > 0.015 for seconds in took) <= 0.04 * 600
+    begin, end = budget.prefill_tokens(30, 61_440, 0), budget.prefill_tokens(30, 61_440, 30_000)
+    assert 1.5 * end < begin
+    assert device.step_s(30, 61_440, begin, 0) <= 0.015
+    assert device.step_s(30, 61_440, end, 30_000) <= 0.015
+    assert end >= 0.5 * next(n for n in range(4096) if device.step_s(30, 61_440, n + 1, 30_000) > 0.015)
+
+
 def test_a_stall_is_forgotten_soon() -> None:
     device = Device(4e-3, 20e-6, 15e-9, 0.0)
     budget = ItlBudget(0.015, MAX_TOKENS)
     rng = random.Random(1)
     run(budget, device, rng, 100, decodes=16, noise=0)
     before = budget.prefill_tokens(16, 32_768)
-    budget.step_took(16, 32_768, before, 5.0)
+    budget.step_took(StepLoad(16, 32_768, before, pairs(before, 0)), 5.0)
     assert budget.prefill_tokens(16, 32_768) >= 0.7 * before
     run(budget, device, rng, 20, decodes=16, noise=0)
     assert budget.prefill_tokens(16, 32_768) >= 0.9 * before
@@ -182,8 +210,8 @@ def test_a_device_that_slows_down_is_followed() -> None:
 def test_a_first_step_that_compiles_is_forgotten() -> None:
     device = Device(4e-3, 20e-6, 15e-9, 0.0)
     budget, rng = ItlBudget(0.015, MAX_TOKENS), random.Random(3)
-    budget.step_took(16, 32_768, 0, 2.0)
-    budget.step_took(16, 32_768, MIN_TOKENS, 2.0)
+    budget.step_took(StepLoad(16, 32_768), 2.0)
+    budget.step_took(StepLoad(16, 32_768, MIN_TOKENS, pairs(MIN_TOKENS, 0)), 2.0)
     run(budget, device, rng, 20, decodes=16, noise=0)
     assert budget.has_room
     assert budget.prefill_tokens(16, 32_768) >= 0.5 * device.most_tokens(0.015, 16, 32_768)
