@@ -202,7 +202,7 @@ def bench_fused_products(bench: Bench) -> None:
     for n, k in ((28672, 4096), (4096, 4096), (4096, 14336)):
         weights = [torch.randn(n, k, device=CUDA, dtype=BF16) * 0.02 for _ in range(max(1, int(3e8 // (n * k * 2))))]
         norm_weight = torch.randn(n, device=CUDA, dtype=BF16)
-        for rows in (1, 16, 32, 128, 8192):
+        for rows in (1, 16, 32, 128, 1024, 2048, 8192):
             x = torch.randn(rows, k, device=CUDA, dtype=BF16)
             residual = torch.randn(rows, n, device=CUDA, dtype=BF16)
             ours: list[Call]
