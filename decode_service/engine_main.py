@@ -296,7 +296,7 @@ def build(process: EngineProcess, launch: EngineLaunch) -> Engine:
     )
     core.receiver = handoff
     ready.data_endpoints = handoff.endpoints
-    return Engine(core, ready, handoff)
+    return Engine(core, ready, handoff, hears_while_computing=launch.role == "decode")
 
 
 def main() -> int:
