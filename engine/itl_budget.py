@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 MIN_TOKENS = 32
-OVER = 0.02
+OVER = 0.01
 FIRST_AIM = 0.75
 LEAST_AIM = 0.5
 MOST_AIM = 0.95
