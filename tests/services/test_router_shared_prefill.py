@@ -22,7 +22,7 @@ __all__ = ["valkey"]  # a fixture
 PROMPT = list(range(300))
 
 
-BUSY_S = 1.0
+BUSY_S = 0.6
 
 
 @asynccontextmanager
