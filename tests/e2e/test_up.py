@@ -134,8 +134,6 @@ def test_first_answer_drawing_and_ctrl_c(tmp_path: Path) -> None:
         descendants = up.descendants()
         assert len(descendants) == 7  # five children, and the engine process of each worker
         assert up.ask() == answer.strip()
-        drained = drain("prefill-0")
-        assert "prefill-0 is drained" in drained.stdout, drained.stderr
         up.process.send_signal(signal.SIGINT)
         assert up.process.wait(timeout=30) == 0
         assert "Stopped 5 processes." in up.output
@@ -168,6 +166,9 @@ def test_a_killed_worker_comes_back_and_a_killed_up_leaves_nothing(tmp_path: Pat
         assert "decode-0 restarting was ended by SIGKILL; again in 0.5 s; log: " in up.output
         wait_gone([old, *old_engine])
         wait_until("it serves again", lambda: up.ask() == answer, 30)
+        drained = drain("prefill-0")
+        assert "prefill-0 is drained" in drained.stdout, drained.stderr
+        wait_until("prefill-0 is ready again", lambda: up.output.count("prefill-0 ready") == 2, 60)
         descendants = up.descendants()
         up.process.kill()
         wait_gone(descendants)
