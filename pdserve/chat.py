@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 import time
 from dataclasses import dataclass, field
@@ -54,8 +53,10 @@ def chat(url: str, model: str | None, system: str | None, max_tokens: int) -> in
             return 0
         if line:
             # Ctrl-C while an answer comes ends the answer (the gateway aborts it everywhere), not the conversation.
-            with contextlib.suppress(KeyboardInterrupt):
+            try:
                 asyncio.run(_handle(line, url, conversation, console))
+            except KeyboardInterrupt:
+                console.print("\n")
 
 
 async def _model_of(url: str) -> str:
