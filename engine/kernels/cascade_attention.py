@@ -100,6 +100,7 @@ class CascadePlan:
         self.items = torch.zeros(self.max_items, _ITEM_FIELDS, dtype=torch.int32, device=device)
         self.num_items = torch.zeros(1, dtype=torch.int32, device=device)
         self.members = torch.zeros(max_requests * max_chunks, dtype=torch.int32, device=device)
+        self._tickets = hopper_launch.new_tickets(device)
         kv_begin = torch.zeros(max_requests, dtype=torch.int32, device=device)
         count = torch.zeros(max_requests, dtype=torch.int32, device=device)
         partial = torch.empty(max_chunks, max_requests, cost.num_heads, cost.head_dim, device=device)
@@ -206,8 +207,9 @@ class CascadePlan:
         buffers, cost = self._buffers, self.cost
         if not portable and self.block_m == hopper_launch.TILE_ROWS and hopper_launch.supports(q, kv_layer):
             hopper_launch.hopper_shared(
-                q, kv_layer, block_table, self.items, self.num_items, self.members, buffers.partial, buffers.lse, scale
-            )
+                q, kv_layer, block_table, self.items, self.num_items, self.members, self._tickets, buffers.partial,
+                buffers.lse, scale,
+            )  # fmt: skip
             return
         _shared_kernel[(cost.num_kv_heads, self.max_items)](
             q, kv_layer, block_table, self.items, self.members, buffers.partial, buffers.lse, scale * LOG2E,

@@ -6,13 +6,15 @@ the overlap must be said explicitly. ``hopper_launch`` launches it; ``prefill_at
 portable kernels of the same meaning for everywhere else. Follows FlashAttention-3 (Shah et
 al., 2024): warp specialisation, and inside a warpgroup the scores of tile j + 1 are in flight with P V of tile j.
 
-    program:      work items (tile of 128 rows, KV head), heaviest first; one each, or turns of a fixed grid
-    producer:     block ids -> TMA boxes [S, 64] of K and V -> full barriers      (waits on empty barriers)
+    program:      one an SM; work items (tile of 128 rows, KV head), heaviest first, each to who asks next (``tickets``)
+    producer:     item -> ring; block ids -> TMA boxes [S, 64] of K and V -> full barriers    (waits on empty barriers)
     consumer w:   rows 64w .. 64w+63:  S = Q K(j+1)', O += P V(j)  in flight together -> softmax -> next
 
-Layout: KV ``[N, 2, K, S, D]`` contiguous, seen as rows of D; a head of a block is S consecutive rows, one TMA box a
-half (64 columns, 128-byte swizzle). Rows of V past the last token are cleared in shared memory, so a block's unused
-slots may hold anything.
+The producer is an item ahead: its first K and V arrive while the last item ends.
+
+Layout: KV ``[N, 2, K, S, D]`` contiguous, seen as rows of D; a head of a block is S consecutive rows, one TMA box for
+64 columns (128-byte swizzle). Rows of V past the last token are cleared in shared memory, so a block's unused slots
+may hold anything.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+# Newer versions of Gluon renamed it.
+_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _MASKED = gl.constexpr(-1.0e30)
 _FLOOR = gl.constexpr(-1.0e20)  # see attention_core
 
@@ -81,61 +85,75 @@ def _item(
 
 
 @gluon.jit
-def _produce(
-    desc, table_ptr, stride_table, rounds, total, B, max_tiles, window, cu_ptr, seq_lens_ptr, items_ptr,
-    k_lo, k_hi, v_lo, v_hi, k_full, k_empty, v_full, v_empty,
-    K: gl.constexpr, G: gl.constexpr, S: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, TWO: gl.constexpr,
-    BLOCK_B: gl.constexpr, SHARED: gl.constexpr, WINDOW: gl.constexpr,
-):  # fmt: skip
-    PER: gl.constexpr = N // S
-    BYTES: gl.constexpr = N * 128 * (2 if TWO else 1)
-    WARPS: gl.constexpr = 1
-    done = rounds * 0
-    for turn in range(rounds):
-        w = _turn(turn)
-        if w < total:
-            alive, head, _first, _limit, owner, begin, end, _chunk, _source, _history = _item(
-                w, B, max_tiles, window, cu_ptr, seq_lens_ptr, items_ptr, K, G, N, BLOCK_B, SHARED, WINDOW, WARPS
-            )
-            if alive:
-                table = table_ptr + owner.to(gl.int64) * stride_table
-                tiles = (end - begin + N - 1) // N
-                for j in range(tiles):
-                    stage = (done + j) % STAGES
-                    free = (((done + j) // STAGES) & 1) ^ 1
-                    # All ids first: their loads overlap each other and the wait.
-                    blocks = ()
-                    for i in gl.static_range(PER):
-                        at = gl.minimum(begin // S + j * PER + i, (end - 1) // S)
-                        blocks = blocks + (gl.load(table + at),)  # type: ignore[assignment]  # noqa: RUF005
-                    mbarrier.wait(k_empty.index(stage), free)
-                    mbarrier.expect(k_full.index(stage), BYTES)
-                    for i in gl.static_range(PER):
-                        row = (blocks[i] * (2 * K) + head) * S
-                        lo = k_lo.index(stage).slice(i * S, S)
-                        tma.async_copy_global_to_shared(desc, [row, 0], k_full.index(stage), lo)
-                        if TWO:
-                            hi = k_hi.index(stage).slice(i * S, S)
-                            tma.async_copy_global_to_shared(desc, [row, 64], k_full.index(stage), hi)
-                    mbarrier.wait(v_empty.index(stage), free)
-                    mbarrier.expect(v_full.index(stage), BYTES)
-                    for i in gl.static_range(PER):
-                        row = (blocks[i] * (2 * K) + K + head) * S
-                        lo = v_lo.index(stage).slice(i * S, S)
-                        tma.async_copy_global_to_shared(desc, [row, 0], v_full.index(stage), lo)
-                        if TWO:
-                            hi = v_hi.index(stage).slice(i * S, S)
-                            tma.async_copy_global_to_shared(desc, [row, 64], v_full.index(stage), hi)
-                done += tiles
+def _hand_out(w, turn, ring, ring_full, ring_empty, WARPS: gl.constexpr):
+    """Item w, this program's turn-th, to both consumers; one past the last item ends them."""
+    SLOT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    mbarrier.wait(ring_empty.index(turn % 2), ((turn // 2) & 1) ^ 1)
+    ring.index(turn % 2).store(gl.full([1], 0, gl.int32, SLOT) + w)
+    mbarrier.arrive(ring_full.index(turn % 2), count=1)
 
 
 @gluon.jit
-def _turn(turn):
-    """The work item of this program's turn: to and fro, as items get lighter,
-    so that the programs' shares are alike."""
-    programs = gl.num_programs(0)
-    place = gl.program_id(0)
-    return turn * programs + gl.where(turn % 2 == 0, place, programs - 1 - place)
+def _receive(turn, ring, ring_full, ring_empty, WARPS: gl.constexpr):
+    SLOT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    mbarrier.wait(ring_full.index(turn % 2), (turn // 2) & 1)
+    w = gl.max(ring.index(turn % 2).load(SLOT), 0)
+    mbarrier.arrive(ring_empty.index(turn % 2), count=1)
+    return w
+
+
+@gluon.jit
+def _produce(
+    desc, table_ptr, stride_table, total, B, max_tiles, window, cu_ptr, seq_lens_ptr, items_ptr,
+    k_smem, v_smem, k_full, k_empty, v_full, v_empty, ring, ring_full, ring_empty, tickets_ptr,
+    K: gl.constexpr, G: gl.constexpr, S: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
+    BLOCK_B: gl.constexpr, SHARED: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    PER: gl.constexpr = N // S
+    BYTES: gl.constexpr = N * D * 2
+    WARPS: gl.constexpr = 1
+    done = total * 0
+    turn = total * 0
+    w = gl.program_id(0)
+    while w < total:
+        _hand_out(w, turn, ring, ring_full, ring_empty, WARPS)
+        following = gl.atomic_add(tickets_ptr, 1, sem="relaxed") + gl.num_programs(0)
+        alive, head, _first, _limit, owner, begin, end, _chunk, _source, _history = _item(
+            w, B, max_tiles, window, cu_ptr, seq_lens_ptr, items_ptr, K, G, N, BLOCK_B, SHARED, WINDOW, WARPS
+        )
+        if alive:
+            table = table_ptr + owner.to(gl.int64) * stride_table
+            tiles = (end - begin + N - 1) // N
+            for j in range(tiles):
+                stage = (done + j) % STAGES
+                free = (((done + j) // STAGES) & 1) ^ 1
+                # All ids first: their loads overlap each other and the wait.
+                blocks = ()
+                for i in gl.static_range(PER):
+                    at = gl.minimum(begin // S + j * PER + i, (end - 1) // S)
+                    blocks = blocks + (gl.load(table + at),)  # type: ignore[assignment]  # noqa: RUF005
+                mbarrier.wait(k_empty.index(stage), free)
+                mbarrier.expect(k_full.index(stage), BYTES)
+                for i in gl.static_range(PER):
+                    for half in gl.static_range(D // 64):
+                        to = k_smem.index(stage).slice(i * S, S).slice(half * 64, 64, 1)
+                        row = (blocks[i] * (2 * K) + head) * S
+                        _load(desc, [row, half * 64], k_full.index(stage), to)
+                mbarrier.wait(v_empty.index(stage), free)
+                mbarrier.expect(v_full.index(stage), BYTES)
+                for i in gl.static_range(PER):
+                    for half in gl.static_range(D // 64):
+                        to = v_smem.index(stage).slice(i * S, S).slice(half * 64, 64, 1)
+                        row = (blocks[i] * (2 * K) + K + head) * S
+                        _load(desc, [row, half * 64], v_full.index(stage), to)
+            done += tiles
+        w = following
+        turn += 1
+    _hand_out(w, turn, ring, ring_full, ring_empty, WARPS)
+    # The last program to finish leaves the tickets as it found them, for the next launch.
+    if gl.atomic_add(tickets_ptr + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:
+        gl.store(tickets_ptr, 0)
+        gl.store(tickets_ptr + 1, 0)
 
 
 @gluon.jit
@@ -154,13 +172,12 @@ def _attend(
     q_ptr, members_ptr, out_ptr, lse_ptr, head, first, limit, source, history, begin, end, tiles, done, chunk_row,
     scale_log2, window,
     stride_qt, stride_qh, stride_ot, stride_oh, heads,
-    q_smem, k_lo, k_hi, v_lo, v_hi, k_full, k_empty, v_full, v_empty,
-    WG: gl.constexpr, G: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, TWO: gl.constexpr,
+    q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+    WG: gl.constexpr, G: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
     SHARED: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    D: gl.constexpr = 128 if TWO else 64
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -171,13 +188,8 @@ def _attend(
     valid = logical < limit
     token = gl.load(members_ptr + logical, mask=valid, other=0) if SHARED else source + logical
     rows = token.to(gl.int64) * stride_qt + (head * G + r % G) * stride_qh
-    column = gl.arange(0, 64, layout=gl.SliceLayout(0, LOAD))
-    q_at = q_ptr + rows[:, None] + column[None, :]
-    q_lo = q_smem.index(WG * 2)
-    q_hi = q_smem.index(WG * 2 + 1)
-    q_lo.store(gl.load(q_at, mask=valid[:, None], other=0.0))
-    if TWO:
-        q_hi.store(gl.load(q_at + 64, mask=valid[:, None], other=0.0))
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, LOAD))
+    q_smem.store(gl.load(q_ptr + rows[:, None] + column[None, :], mask=valid[:, None], other=0.0))
     fence_async_shared()
 
     row = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
@@ -189,13 +201,10 @@ def _attend(
     n = gl.arange(0, N, layout=gl.SliceLayout(0, S_LAYOUT))
 
     zero_s = gl.zeros([64, N], gl.float32, S_LAYOUT)
-    o_lo = gl.zeros([64, 64], gl.float32, O_LAYOUT)
-    o_hi = gl.zeros([64, 64], gl.float32, O_LAYOUT)
+    o = gl.zeros([64, D], gl.float32, O_LAYOUT)
     here = done % STAGES
     mbarrier.wait(k_full.index(here), (done // STAGES) & 1)
-    s = warpgroup_mma(q_lo, k_lo.index(here).permute((1, 0)), zero_s, use_acc=False, is_async=True)
-    if TWO:
-        s = warpgroup_mma(q_hi, k_hi.index(here).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(q_smem, k_smem.index(here).permute((1, 0)), zero_s, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, [s])
     mbarrier.arrive(k_empty.index(here), count=1)
     if WINDOW or edge <= 0:
@@ -211,16 +220,10 @@ def _attend(
         stage = (done + j) % STAGES
         before = (done + j - 1) % STAGES
         mbarrier.wait(k_full.index(stage), ((done + j) // STAGES) & 1)
-        s = warpgroup_mma(q_lo, k_lo.index(stage).permute((1, 0)), zero_s, use_acc=False, is_async=True)
-        if TWO:
-            s = warpgroup_mma(q_hi, k_hi.index(stage).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(q_smem, k_smem.index(stage).permute((1, 0)), zero_s, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(before), ((done + j - 1) // STAGES) & 1)
-        t_lo = warpgroup_mma(p, v_lo.index(before), o_lo, is_async=True)
-        if TWO:
-            t_hi = warpgroup_mma(p, v_hi.index(before), o_hi, is_async=True)
-            s = warpgroup_mma_wait(2, [s])
-        else:
-            s = warpgroup_mma_wait(1, [s])
+        t = warpgroup_mma(p, v_smem.index(before), o, is_async=True)
+        s = warpgroup_mma_wait(1, [s])
         mbarrier.arrive(k_empty.index(stage), count=1)
         if WINDOW or j >= edge:
             at = begin + j * N + n
@@ -234,37 +237,27 @@ def _attend(
         total = total * alpha + gl.sum(e, 1)
         m = m_new
         alpha_o = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
-        # The next P is a dependency of the wait, so that the softmax is placed before it, under the running products.
         p_next = gl.convert_layout(e.to(dtype), P_LAYOUT)
-        if TWO:
-            o_lo, o_hi, p, p_next = warpgroup_mma_wait(0, [t_lo, t_hi, p, p_next])
-            o_hi = o_hi * alpha_o
-        else:
-            o_lo, p, p_next = warpgroup_mma_wait(0, [t_lo, p, p_next])
+        # Passed before; here it ends a basic block, so that ptxas cannot move the wait below above the softmax.
+        mbarrier.wait(v_full.index(before), ((done + j - 1) // STAGES) & 1)
+        o, p, p_next = warpgroup_mma_wait(0, [t, p, p_next])
         mbarrier.arrive(v_empty.index(before), count=1)
-        o_lo = o_lo * alpha_o
+        o = o * alpha_o
         p = p_next
     last = (done + tiles - 1) % STAGES
     mbarrier.wait(v_full.index(last), ((done + tiles - 1) // STAGES) & 1)
     rest = end - begin - (tiles - 1) * N
     if rest < N:
-        _clear_rows(v_lo.index(last), rest, N)
-        if TWO:
-            _clear_rows(v_hi.index(last), rest, N)
-    o_lo = warpgroup_mma(p, v_lo.index(last), o_lo, is_async=True)
-    if TWO:
-        o_hi = warpgroup_mma(p, v_hi.index(last), o_hi, is_async=True)
-        o_lo, o_hi, p = warpgroup_mma_wait(0, [o_lo, o_hi, p])
-    else:
-        o_lo, p = warpgroup_mma_wait(0, [o_lo, p])
-
+        _clear_rows(v_smem.index(last), rest, N)
+    o = warpgroup_mma(p, v_smem.index(last), o, is_async=True)
+    o, p = warpgroup_mma_wait(0, [o, p])
     mbarrier.arrive(v_empty.index(last), count=1)
 
     inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, O_LAYOUT))[:, None]
     r = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, O_LAYOUT))
     logical = first + r // G
     valid = logical < limit
-    d = gl.arange(0, 64, layout=gl.SliceLayout(0, O_LAYOUT))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, O_LAYOUT))
     if SHARED:
         token = gl.load(members_ptr + logical, mask=valid, other=0)
         index = (chunk_row + token) * heads + head * G + r % G
@@ -274,65 +267,67 @@ def _attend(
     else:
         token = source + logical
         target = out_ptr + (token.to(gl.int64) * stride_ot + (head * G + r % G) * stride_oh)[:, None] + d[None, :]
-    gl.store(target, (o_lo * inverse).to(out_ptr.dtype.element_ty), mask=valid[:, None])
-    if TWO:
-        gl.store(target + 64, (o_hi * inverse).to(out_ptr.dtype.element_ty), mask=valid[:, None])
+    gl.store(target, (o * inverse).to(out_ptr.dtype.element_ty), mask=valid[:, None])
 
 
 @gluon.jit
 def _consume(
     q_ptr, members_ptr, out_ptr, lse_ptr, scale_log2, stride_qt, stride_qh, stride_ot, stride_oh, heads,
-    rounds, total, B, max_tiles, window, cu_ptr, seq_lens_ptr, items_ptr,
-    q_smem, k_lo, k_hi, v_lo, v_hi, k_full, k_empty, v_full, v_empty,
-    WG: gl.constexpr, K: gl.constexpr, G: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, TWO: gl.constexpr,
+    total, B, max_tiles, window, cu_ptr, seq_lens_ptr, items_ptr,
+    q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, ring, ring_full, ring_empty,
+    WG: gl.constexpr, K: gl.constexpr, G: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
     BLOCK_B: gl.constexpr, SHARED: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = 4
-    done = rounds * 0
-    for turn in range(rounds):
-        w = _turn(turn)
-        if w < total:
-            alive, head, first, limit, _owner, begin, end, chunk, source, history = _item(
-                w, B, max_tiles, window, cu_ptr, seq_lens_ptr, items_ptr, K, G, N, BLOCK_B, SHARED, WINDOW, WARPS
-            )
-            if alive:
-                tiles = (end - begin + N - 1) // N
-                _attend(
-                    q_ptr, members_ptr, out_ptr, lse_ptr, head, first, limit, source, history, begin, end, tiles, done,
-                    chunk.to(gl.int64) * B, scale_log2, window, stride_qt, stride_qh, stride_ot, stride_oh, heads,
-                    q_smem, k_lo, k_hi, v_lo, v_hi, k_full, k_empty, v_full, v_empty,
-                    WG, G, N, STAGES, TWO, SHARED, WINDOW,
-                )  # fmt: skip
-                done += tiles
+    done = total * 0
+    turn = total * 0 + 1
+    w = _receive(turn - 1, ring, ring_full, ring_empty, WARPS)
+    while w < total:
+        alive, head, first, limit, _owner, begin, end, chunk, source, history = _item(
+            w, B, max_tiles, window, cu_ptr, seq_lens_ptr, items_ptr, K, G, N, BLOCK_B, SHARED, WINDOW, WARPS
+        )
+        if alive:
+            tiles = (end - begin + N - 1) // N
+            _attend(
+                q_ptr, members_ptr, out_ptr, lse_ptr, head, first, limit, source, history, begin, end, tiles, done,
+                chunk.to(gl.int64) * B, scale_log2, window, stride_qt, stride_qh, stride_ot, stride_oh, heads,
+                q_smem.index(WG), k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                WG, G, N, STAGES, D, SHARED, WINDOW,
+            )  # fmt: skip
+            done += tiles
+        w = _receive(turn, ring, ring_full, ring_empty, WARPS)
+        turn += 1
 
 
 @gluon.jit(
     do_not_specialize=["B", "max_tiles", "window", "stride_table"],
-    do_not_specialize_on_alignment=["table_ptr", "cu_ptr", "seq_lens_ptr"],
+    do_not_specialize_on_alignment=["table_ptr", "cu_ptr", "seq_lens_ptr", "tickets_ptr"],
 )
 def hopper_kernel(
-    q_ptr, desc, table_ptr, cu_ptr, seq_lens_ptr, items_ptr, num_items_ptr, members_ptr, out_ptr, lse_ptr, B, max_tiles,
-    heads, scale_log2, window, stride_qt, stride_qh, stride_table, stride_ot, stride_oh,
-    K: gl.constexpr, G: gl.constexpr, S: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, TWO: gl.constexpr,
+    q_ptr, desc, table_ptr, cu_ptr, seq_lens_ptr, items_ptr, num_items_ptr, members_ptr, tickets_ptr, out_ptr, lse_ptr,
+    B, max_tiles, heads, scale_log2, window, stride_qt, stride_qh, stride_table, stride_ot, stride_oh,
+    K: gl.constexpr, G: gl.constexpr, S: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
     BLOCK_B: gl.constexpr, SHARED: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     total = max_tiles * K
     if SHARED:
         total = gl.load(num_items_ptr) * K
-    rounds = (total + gl.num_programs(0) - 1) // gl.num_programs(0)
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     SMEM: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q_smem = gl.allocate_shared_memory(dtype, [4, 64, 64], SMEM)
-    HI: gl.constexpr = STAGES if TWO else 1
-    k_lo = gl.allocate_shared_memory(dtype, [STAGES, N, 64], SMEM)
-    k_hi = gl.allocate_shared_memory(dtype, [HI, N, 64], SMEM)
-    v_lo = gl.allocate_shared_memory(dtype, [STAGES, N, 64], SMEM)
-    v_hi = gl.allocate_shared_memory(dtype, [HI, N, 64], SMEM)
+    q_smem = gl.allocate_shared_memory(dtype, [2, 64, D], SMEM)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, N, D], SMEM)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, N, D], SMEM)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    ring = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ring_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    ring_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    for i in gl.static_range(2):
+        mbarrier.init(ring_full.index(i), count=1)
+        mbarrier.init(ring_empty.index(i), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
@@ -347,29 +342,29 @@ def hopper_kernel(
                 _consume,
                 (
                     q_ptr, members_ptr, out_ptr, lse_ptr, scale_log2, stride_qt, stride_qh, stride_ot, stride_oh, heads,
-                    rounds, total, B, max_tiles, window, cu_ptr, seq_lens_ptr, items_ptr,
-                    q_smem, k_lo, k_hi, v_lo, v_hi, k_full, k_empty, v_full, v_empty,
-                    FIRST, K, G, N, STAGES, TWO, BLOCK_B, SHARED, WINDOW,
+                    total, B, max_tiles, window, cu_ptr, seq_lens_ptr, items_ptr,
+                    q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, ring, ring_full, ring_empty,
+                    FIRST, K, G, N, STAGES, D, BLOCK_B, SHARED, WINDOW,
                 ),
             ),
             (
                 _consume,
                 (
                     q_ptr, members_ptr, out_ptr, lse_ptr, scale_log2, stride_qt, stride_qh, stride_ot, stride_oh, heads,
-                    rounds, total, B, max_tiles, window, cu_ptr, seq_lens_ptr, items_ptr,
-                    q_smem, k_lo, k_hi, v_lo, v_hi, k_full, k_empty, v_full, v_empty,
-                    SECOND, K, G, N, STAGES, TWO, BLOCK_B, SHARED, WINDOW,
+                    total, B, max_tiles, window, cu_ptr, seq_lens_ptr, items_ptr,
+                    q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, ring, ring_full, ring_empty,
+                    SECOND, K, G, N, STAGES, D, BLOCK_B, SHARED, WINDOW,
                 ),
             ),
             (
                 _produce,
                 (
-                    desc, table_ptr, stride_table, rounds, total, B, max_tiles, window, cu_ptr, seq_lens_ptr, items_ptr,
-                    k_lo, k_hi, v_lo, v_hi, k_full, k_empty, v_full, v_empty,
-                    K, G, S, N, STAGES, TWO, BLOCK_B, SHARED, WINDOW,
+                    desc, table_ptr, stride_table, total, B, max_tiles, window, cu_ptr, seq_lens_ptr, items_ptr,
+                    k_smem, v_smem, k_full, k_empty, v_full, v_empty, ring, ring_full, ring_empty, tickets_ptr,
+                    K, G, S, N, STAGES, D, BLOCK_B, SHARED, WINDOW,
                 ),
             ),
         ],
         [4, 1],
-        [232, 40],
+        [240, 24],
     )  # fmt: skip

@@ -5,6 +5,7 @@ Called by ``prefill_attention`` and ``cascade_attention``, which say what the ar
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,6 +42,18 @@ def _programs(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
+def new_tickets(device: torch.device) -> torch.Tensor:
+    """What deals out a launch's items: the next one, and how many programs are through. Zeros between launches; two
+    launches at once must not share it.
+    """
+    return torch.zeros(2, dtype=torch.int32, device=device)
+
+
+@cache  # a stream's launches come one after the other
+def _tickets(device: torch.device, stream: int) -> torch.Tensor:
+    return new_tickets(device)
+
+
 def _descriptor(kv_layer: torch.Tensor) -> Any:
     rows = kv_layer.view(-1, kv_layer.shape[4])
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -57,28 +70,30 @@ def hopper_prefill(
     group = num_heads // num_kv_heads
     tile_tokens = TILE_ROWS // group
     max_tiles = min(tokens // tile_tokens + requests, requests * triton.cdiv(max_q_len, tile_tokens))
-    # A program an item: the device's own scheduler balances causal tiles better than equal turns (measured: 8 %).
-    hopper_kernel[(num_kv_heads * max_tiles,)](
-        q, _descriptor(kv_layer), block_table, cu_seqlens_q, seq_lens, seq_lens, seq_lens, seq_lens, out, out,
+    if torch.cuda.is_current_stream_capturing():
+        tickets = new_tickets(q.device)  # the graph's own
+    else:
+        tickets = _tickets(q.device, torch.cuda.current_stream(q.device).cuda_stream)
+    hopper_kernel[(min(_programs(q.device), num_kv_heads * max_tiles),)](
+        q, _descriptor(kv_layer), block_table, cu_seqlens_q, seq_lens, seq_lens, seq_lens, seq_lens, tickets, out, out,
         requests, max_tiles, num_heads, scale * LOG2E, window or 0, q.stride(0), q.stride(1), block_table.stride(0),
         out.stride(0), out.stride(1),
-        K=num_kv_heads, G=group, S=kv_layer.shape[3], N=_TILE_TOKENS, STAGES=stages, TWO=head_dim == 128,
+        K=num_kv_heads, G=group, S=kv_layer.shape[3], N=_TILE_TOKENS, STAGES=stages, D=head_dim,
         BLOCK_B=max(32, triton.next_power_of_2(requests)), SHARED=False, WINDOW=window is not None, num_warps=4,
     )  # fmt: skip
 
 
 def hopper_shared(
     q: torch.Tensor, kv_layer: torch.Tensor, block_table: torch.Tensor, items: torch.Tensor,
-    num_items: torch.Tensor, members: torch.Tensor, partial: torch.Tensor, lse: torch.Tensor, scale: float,
-    *, stages: int = 2,
+    num_items: torch.Tensor, members: torch.Tensor, tickets: torch.Tensor, partial: torch.Tensor, lse: torch.Tensor,
+    scale: float, *, stages: int = 2,
 ) -> None:  # fmt: skip
     """The shared ranges of a cascade: see ``cascade_attention``; items' rows are for tiles of 128 rows."""
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = kv_layer.shape[2]
     hopper_kernel[(_programs(q.device),)](
-        q, _descriptor(kv_layer), block_table, items, items, items, num_items, members, partial, lse,
+        q, _descriptor(kv_layer), block_table, items, items, items, num_items, members, tickets, partial, lse,
         partial.shape[1], 0, num_heads, scale * LOG2E, 0, q.stride(0), q.stride(1), block_table.stride(0), 0, 0,
         K=num_kv_heads, G=num_heads // num_kv_heads, S=kv_layer.shape[3], N=_TILE_TOKENS, STAGES=stages,
-        TWO=head_dim == 128,
-        BLOCK_B=32, SHARED=True, WINDOW=False, num_warps=4,
+        D=head_dim, BLOCK_B=32, SHARED=True, WINDOW=False, num_warps=4,
     )  # fmt: skip
