@@ -208,15 +208,19 @@ def test_in_the_middle_of_a_transfer(world: World, how: signal.Signals, side: st
     for index, asking in enumerate(asked):
         world.assert_right(index, asking, LOSS)
     ended = [str(asking.wait()) for asking in asked]
-    ended_s = time.monotonic() - began_s
+    moments = {"ended": time.monotonic() - began_s}
 
     if how == signal.SIGKILL:
         wait_until("the old engine is gone", lambda: is_gone(engine))
     member.wait_healthy()
+    moments["healthy"] = time.monotonic() - began_s
     done = count(cluster["decode-0"], "pdserve_transfers_done_total")
     for index, asking in enumerate([world.ask(index) for index in range(2)]):
         world.assert_right(index, asking, frozenset())
     wait_until("KV is handed over again", lambda: count(cluster["decode-0"], "pdserve_transfers_done_total") > done)
+    moments["serves"] = time.monotonic() - began_s
     cluster.assert_no_leak()
     wait_until(f"at rest: {world.why_not_at_rest()}", lambda: not world.why_not_at_rest())
-    print(f"{how.name} {side} {process}: {', '.join(ended)} after {ended_s:.1f} s")
+    moments["at rest"] = time.monotonic() - began_s
+    when = ", ".join(f"{what} after {moment_s:.1f} s" for what, moment_s in moments.items())
+    print(f"{how.name} {side} {process}: {', '.join(ended)}; {when}")
