@@ -197,7 +197,7 @@ def bench_products(bench: Bench) -> None:
 
 
 def bench_fused_products(bench: Bench) -> None:
-    """With what stands between them, beside the library's product and that pass. 8192 rows: the library's with ours."""
+    """With what stands between them, beside the library's product and that pass. Many rows' sums are the library's."""
     kernels = TritonKernels()
     for n, k in ((28672, 4096), (4096, 4096), (4096, 14336)):
         weights = [torch.randn(n, k, device=CUDA, dtype=BF16) * 0.02 for _ in range(max(1, int(3e8 // (n * k * 2))))]

@@ -17,8 +17,6 @@ of 16 bytes).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 from triton.experimental import gluon
@@ -33,7 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 BM = 128
+BN = 64  # measured on H200s: as fast as 128 or faster, as the programs' last turn is fuller
 BK = 64  # columns of a TMA box: the 128 bytes of its swizzle
+STAGES = 6
+GROUP = 16
 
 # Newer versions of Gluon renamed these.
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -214,20 +215,7 @@ def swiglu_kernel(
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class SwiGLUTiling:
-    """How the product is cut."""
-
-    block_n: int
-    stages: int
-    group: int
-
-
-# Measured on an H200. Wide tiles read the least, narrow ones leave less undone in the programs' last turn.
-WIDE = SwiGLUTiling(128, 4, 32)
-NARROW = SwiGLUTiling(64, 6, 16)
-_WIDE_ROWS = 6144
-# Below, and where the last turn leaves many programs idle, the library's product and a pass are as fast or faster.
+# Measured, too: below, and where the last turn leaves many programs idle, the library's product and a pass are as fast.
 _MIN_ROWS = 513
 _MIN_FILL = 0.9
 
@@ -244,7 +232,7 @@ class HopperSwiGLU:
             and torch.cuda.get_device_capability(weight.device) == (9, 0)
             and weight.dtype in (torch.bfloat16, torch.float16)
             and weight.is_contiguous()
-            and outputs % (2 * WIDE.block_n) == 0
+            and outputs % (2 * BN) == 0
             and inputs % BK == 0
             and inputs >= 2 * BK
         )
@@ -253,33 +241,27 @@ class HopperSwiGLU:
         self._weight, self._bias = weight, bias
         self._width = weight.shape[0] // 2
         self._layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-        self._descriptors = {
-            t: TensorDescriptor.from_tensor(weight, [t.block_n, BK], self._layout) for t in (WIDE, NARROW)
-        }
+        self._descriptor = TensorDescriptor.from_tensor(weight, [BN, BK], self._layout)
         # One an SM: shared memory and registers fit no second one.
         self._programs = torch.cuda.get_device_properties(weight.device).multi_processor_count
 
     def pays(self, rows: int) -> bool:
         """Whether it is faster than the library's product and the pass over it."""
-        tiles = triton.cdiv(rows, BM) * (self._width // NARROW.block_n)
+        tiles = triton.cdiv(rows, BM) * (self._width // BN)
         turns = triton.cdiv(tiles, self._programs)
         return rows >= _MIN_ROWS and tiles >= _MIN_FILL * turns * self._programs
 
-    def __call__(
-        self, x: torch.Tensor, out: torch.Tensor | None = None, tiling: SwiGLUTiling | None = None
-    ) -> torch.Tensor:
-        """x [T, K] -> [T, I]; ``tiling`` is ``WIDE`` or ``NARROW``, or chosen."""
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, K] -> [T, I]."""
         rows, inputs = x.shape
-        t = tiling or (WIDE if rows >= _WIDE_ROWS else NARROW)
         y = torch.empty(rows, self._width, dtype=x.dtype, device=x.device) if out is None else out
-        tiles_m, tiles_n = triton.cdiv(rows, BM), self._width // t.block_n
+        tiles_m, tiles_n = triton.cdiv(rows, BM), self._width // BN
         swiglu_kernel[(min(tiles_m * tiles_n, self._programs),)](
             TensorDescriptor.from_tensor(x, [BM, BK], self._layout),
-            self._descriptors[t],
-            TensorDescriptor.from_tensor(y, [64, t.block_n], self._layout),
+            self._descriptor,
+            TensorDescriptor.from_tensor(y, [64, BN], self._layout),
             self._weight if self._bias is None else self._bias,
             tiles_m, tiles_n, self._width, inputs // BK,
-            BM=BM, BN=t.block_n, BK=BK, STAGES=t.stages, GROUP=t.group, BIAS=self._bias is not None,
-            num_warps=4,
+            BM=BM, BN=BN, BK=BK, STAGES=STAGES, GROUP=GROUP, BIAS=self._bias is not None, num_warps=4,
         )  # fmt: skip
         return y

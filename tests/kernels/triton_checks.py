@@ -19,7 +19,7 @@ from engine.kernels import elementwise, reference
 from engine.kernels.cascade_attention import CascadePlan
 from engine.kernels.cascade_plan import CascadeCost
 from engine.kernels.decode_attention import DecodePlan, paged_decode
-from engine.kernels.hopper_swiglu import NARROW, WIDE, HopperSwiGLU
+from engine.kernels.hopper_swiglu import HopperSwiGLU
 from engine.kernels.kv_pack import ROW_WORDS, copy_words, digest_value, pack_kv, unpack_kv
 from engine.kernels.noise import gumbel_noise, noise_key
 from engine.kernels.prefill_attention import paged_prefill
@@ -252,10 +252,9 @@ def check_gated_rows(device: torch.device, dtype: torch.dtype, shape: tuple[int,
     x = randn(rows, k + 64, dtype=dtype, device=device)[:, :k]
     for b in (None, bias):
         expected = reference.silu_and_mul(x.double() @ weight.double().T + (0.0 if b is None else b.double()))
-        for tiling in (WIDE, NARROW):
-            out = torch.full((rows, n), NAN, dtype=dtype, device=device)
-            HopperSwiGLU(weight, b)(x, out, tiling)
-            assert relative_error(out, expected) < tolerance(dtype)
+        out = torch.full((rows, n), NAN, dtype=dtype, device=device)
+        HopperSwiGLU(weight, b)(x, out)
+        assert relative_error(out, expected) < tolerance(dtype)
 
 
 def check_gated(
