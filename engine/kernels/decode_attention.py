@@ -244,8 +244,8 @@ class DecodePlan:
         sm_count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
         # About 4 programs an SM (one wave) when few requests are cut; many requests make more by themselves.
         self.target_chunks = chunks or max(1, sm_count * 4 // num_kv_heads)
-        # Few query heads a KV head leave a program little to do but wait for its first tile.
-        self.min_chunk = 128 if num_heads // num_kv_heads > 2 else 64
+        # Of few short requests: a program does little but wait for its first tile.
+        self.min_chunk = 64
         self.max_requests = max_requests
         slots = max_requests + self.target_chunks
         self.slots = slots

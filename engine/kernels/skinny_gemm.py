@@ -159,7 +159,7 @@ class SkinnyTiling:
     num_stages: int = 4
     num_warps: int = 4
     tma: bool = False
-    lines_ahead: int = 16
+    lines_ahead: int = 8
     """Lines of 128 bytes that a program fetches of each of its rows of w before its inputs are there."""
 
 

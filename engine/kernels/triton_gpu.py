@@ -32,7 +32,7 @@ _SKINNY_BLOCK_K = 256
 _SKINNY_SPLIT_OUTPUTS = 2048
 """Up to this many a split of K pays: there are too few programs without it."""
 _SKINNY_NARROW_OUTPUTS = 8192
-"""Up to this many, tiles of 64 rows are fewer than SMs, and an SM takes in only about 60 GB/s."""
+"""Up to this many, tiles of 64 rows are fewer than SMs, and too few bytes are on their way."""
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -243,7 +243,7 @@ def _tiling(weight: torch.Tensor, *, narrow: bool = False) -> SkinnyTiling | Non
     if inputs % _SKINNY_BLOCK_K or weight.dtype not in _HALF or weight.device.type != "cuda":
         return None
     if outputs <= _SKINNY_SPLIT_OUTPUTS and inputs % (4 * _SKINNY_BLOCK_K) == 0:
-        return SkinnyTiling(64, 128, split=4, num_stages=3, num_warps=4, tma=True)
+        return SkinnyTiling(64, 128, split=4, num_stages=4, num_warps=4, tma=True)
     if narrow and outputs <= _SKINNY_NARROW_OUTPUTS:
         return SkinnyTiling(32, _SKINNY_BLOCK_K, num_stages=6, num_warps=4, tma=True)
     return SkinnyTiling(64, _SKINNY_BLOCK_K, num_stages=4, num_warps=4, tma=True)

@@ -88,7 +88,7 @@ def test_skinny_product(rows: int, tiling: SkinnyTiling | None) -> None:
     "tiling",
     [
         SkinnyTiling(64, 256, tma=True),
-        SkinnyTiling(64, 128, split=4, num_stages=3, tma=True),
+        SkinnyTiling(64, 128, split=4, tma=True),
         SkinnyTiling(32, 256, num_stages=6, tma=True),
         SkinnyTiling(64, 128),
     ],
