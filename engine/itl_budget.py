@@ -35,6 +35,10 @@ SLOWER = 1.5
 FASTER = 4.0
 AGAIN = 3
 TRAINED_STEPS = 8
+TRIED_STEPS = 16
+"""With decodes and prompt tokens: then it is said how fast they are."""
+STALE_STEPS = 1024
+"""Without any: then that is not known any more."""
 MEMORY_STEPS = 64
 """After so many steps of its kind one counts a third."""
 FADE = 0.98
@@ -143,6 +147,10 @@ class ItlBudget:
         self.over_budget_total = 0
         """Those of them that took longer than the budget."""
         self._last = StepLoad(0, 0)
+        self._known_steps = 0
+        """Mixed ones, from which the rate is known."""
+        self._quiet_steps = 0
+        """Since the last of them."""
         self._context = 0.0
         """Of prompt tokens of late, as a mean."""
 
@@ -158,7 +166,12 @@ class ItlBudget:
         decodes, kv_tokens, prefill_tokens, _ = load
         if not decodes or seconds <= 0:
             return
+        self._quiet_steps += 1
+        if self._quiet_steps == STALE_STEPS:
+            self._known_steps = 0
         if prefill_tokens:
+            self._known_steps += 1
+            self._quiet_steps = 0
             context = load.mean_context
             self._context += (context - self._context) / MEMORY_STEPS
             self.mixed_steps_total += 1
@@ -173,12 +186,15 @@ class ItlBudget:
 
     @property
     def has_room(self) -> bool:
-        """Beside what decodes now, prompt tokens stay within the budget."""
-        return self._seconds_with(MIN_TOKENS) <= self._budget_s
+        """What decodes now leaves time for more."""
+        return self._times.seconds(self._last._replace(prefill_tokens=0, prefill_pairs=0)) < self._aim * self._budget_s
 
     @property
     def tokens_per_s(self) -> float:
-        """Prompt tokens that it computes beside what decodes now; 0: that was not tried yet."""
+        """Prompt tokens that it computes beside what decodes now; 0: that was not tried enough, or too long ago. What
+        looks slow must be tried again, or nobody would ever see that it is not."""
+        if self._known_steps < TRIED_STEPS:
+            return 0.0
         within = self._within(self._last.decodes, self._last.kv_tokens, int(self._context))
         if within > 2 * self._tried:
             return 0.0
