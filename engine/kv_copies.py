@@ -33,7 +33,7 @@ from engine.wire_memory import WireMemory
 _MAX_JOBS = 16
 _IDS = 1024
 """Of blocks, for which a desk has room; larger ones are made when they are needed."""
-_DESKS = 8
+_DESKS = 16
 """Made at start; more are made when they are needed."""
 _MASK = 0xFFFFFFFFFFFFFFFF
 
