@@ -23,7 +23,7 @@ _GPU_ROLES: dict[str, dict[str, Any]] = {
     "prefill": {"staged_steps": 2},
     # A GPU that decodes waits for memory and has computing power to spare. On CPUs all workers of a host share the
     # cores, and what a decode worker computes for the others its own streams pay for (docs/adr/0007).
-    "decode": {"itl_budget_ms": 15.0},
+    "decode": {"itl_budget_ms": 14.0},
 }
 
 

@@ -63,7 +63,7 @@ def up(
         float | None,
         typer.Option(
             help="Longest step of a worker that decodes; one with a budget helps busy prefill workers; 0: no limit.  "
-            "[default: 0; decode workers on a GPU: 15]"
+            "[default: 0; decode workers on a GPU: 14]"
         ),
     ] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + output.  [default: the model's]")] = None,

@@ -93,7 +93,7 @@ ItlBudgetMs = Annotated[
     float | None,
     typer.Option(
         help="Steps that decode take prefill tokens only for so long; a decode worker that has a budget takes "
-        "prompts while prefill workers are busy; 0: no limit.  [default: 0; decode on a GPU: 15]"
+        "prompts while prefill workers are busy; 0: no limit.  [default: 0; decode on a GPU: 14]"
     ),
 ]
 NumThreads = Annotated[int | None, typer.Option(help="Compute threads.")]

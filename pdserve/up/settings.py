@@ -40,7 +40,7 @@ class UpSettings:
     max_num_batched_tokens: int | None = None
     """Of a step of each worker."""
     itl_budget_ms: float | None = None
-    """Of the workers that decode. None: 15 for decode workers on a GPU, else 0 (no limit)."""
+    """Of the workers that decode. None: 14 for decode workers on a GPU, else 0 (no limit)."""
     max_model_len: int | None = None
     device: str = "auto"
     """auto | cpu | cuda (workers are spread over the GPUs) | cuda:N (all on that one)."""

@@ -41,7 +41,7 @@ def test_only_a_decode_worker_on_a_gpu_has_an_itl_budget_unless_told() -> None:
         for device in ("cpu", "cuda:0")
         for role in ("decode", "aggregated", "prefill")
     }
-    assert {where: budget for where, budget in budgets.items() if budget} == {("cuda:0", "decode"): 15.0}
+    assert {where: budget for where, budget in budgets.items() if budget} == {("cuda:0", "decode"): 14.0}
     told = [config_for_device({"model": "m", "device": d, "itl_budget_ms": 40.0}, "decode") for d in ("cpu", "cuda")]
     assert [config.itl_budget_ms for config in told] == [40.0, 40.0]
     assert config_for_device({"model": "m", "device": "cuda", "itl_budget_ms": 0.0}, "decode").itl_budget_ms == 0
