@@ -15,13 +15,13 @@ import pytest
 from kv_transfer.backends import load, load_all
 from kv_transfer.backends.base import ChannelLost
 from kv_transfer.block_mix import block_mix64, mix_words
-from kv_transfer.copies import DeviceCopy
+from kv_transfer.copies import AT_ONCE, DeviceCopy
 from kv_transfer.layout import KVRange
 from kv_transfer.receiver import Receiver
 from kv_transfer.receiver_port import ReceiverSettings
 from kv_transfer.sender import Sender
 from tests.services import handoff_world
-from tests.services.handoff_world import LEASE_S, D, P, World, layout
+from tests.services.handoff_world import LAYERS, LEASE_S, D, P, World, layout
 
 
 class Copy:
@@ -161,6 +161,31 @@ def test_kv_that_a_device_moved_is_published_when_all_of_it_was_checked(world: D
     world.run()
     world.assert_published("r", 16)
     world.assert_at_rest()
+
+
+def test_a_few_go_on_while_others_are_still_copied() -> None:
+    """Both sides work at once: what was started together is sent, and let go of, and does not wait for the rest."""
+    world = DeviceWorld(slots=8)
+    count = AT_ONCE + 2
+    world.start("r", 16 * count)
+    world.compute("r", 16 * count, layers_at_once=LAYERS)
+    assert world.p_port.packs == count
+    world.end_copies(world.p_port.copies[:AT_ONCE])
+    world.until(lambda: world.sent == AT_ONCE, "the first few are sent")
+    world.end_copies(world.p_port.copies)
+    world.until(lambda: world.sent == count, "the others are, too")
+    while world.deliver_segment(world.p_backend.channels[0]):
+        pass
+    world.receiver.poll()
+    assert len(world.d_port.copies) == count
+    world.end_copies(world.d_port.copies[:AT_ONCE])
+    world.until(lambda: world.d_arena.free_slots == 8 - 2, "the first few are read")
+    world.end_prefill("r")
+    world.end_copies(world.d_port.copies)
+    world.run()
+    world.until(lambda: bool(world.d_port.published), "all is there")
+    world.assert_published("r", 16 * count)
+    world.close()
 
 
 def test_a_slot_stays_taken_while_the_device_reads_it(world: DeviceWorld) -> None:
