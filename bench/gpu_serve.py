@@ -117,6 +117,8 @@ class Measured:
     capacity: dict[str, float] = field(default_factory=dict)
     """Requests/s by the trace's file."""
     rows: list[Row] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    """What was not measured, and why."""
 
 
 COLUMNS = [
@@ -168,6 +170,7 @@ def main(
         raise typer.BadParameter(str(error)) from error
     if any(isinstance(each, Trace) for each in chosen) and not only.startswith("aggregated"):
         raise typer.BadParameter("shares are of what the aggregated cluster carries: begin --only with aggregated")
+    shares = [float(part) for part in share.split(",")]
     measured = Measured(model, gpus, up_flags)
     with tempfile.TemporaryDirectory() as folder:
         directory = write_model(model, Path(folder) / model, with_tokenizer=True)
@@ -178,33 +181,39 @@ def main(
             with mps() if name.startswith("apart-mps") else contextlib.nullcontext(), local_cluster(flags) as url:
                 measured.ready_s[name] = time.monotonic() - begin_s
                 warm_up(url)
-                shares = [float(part) for part in share.split(",")]
-                for number, load in enumerate(resolve(chosen, shares, seconds, url, measured)):
-                    before = phases(url)["transfer"]
-                    result = serve(url, load.flags, seed=10 + number)
-                    after = phases(url)["transfer"]
-                    exposed_s = (after[0] - before[0]) / max(1.0, after[1] - before[1])
-                    measured.rows.append(Row.of(name, load.name, result, 1e3 * exposed_s))
-                    print(measured.rows[-1], flush=True)
+                for number, each in enumerate(chosen):
+                    try:
+                        for which, load in enumerate(resolve(each, shares, seconds, url, measured)):
+                            # Prompts that nobody has cached; the same on every cluster.
+                            measured.rows.append(measure(name, load, url, seed=1000 + 100 * number + which))
+                            print(measured.rows[-1], flush=True)
+                    except (RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
+                        measured.failed.append(f"{name}, load {number + 1}: {error}")
                     output.write_text(json.dumps(asdict(measured), indent=1))  # an interrupted run leaves what it has
     started = measured.ready_s.items()
     print(f"ready after: {', '.join(f'{name} {value:.1f} s' for name, value in started)}")
+    if measured.failed:
+        print("\n".join(measured.failed), file=sys.stderr)
+        raise typer.Exit(1)
 
 
-def resolve(
-    chosen: list[Load | Trace], shares: list[float], seconds: float, url: str, measured: Measured
-) -> Iterator[Load]:
-    """Traces become loads at each share of their capacity, which the first cluster shows."""
-    for each in chosen:
-        if isinstance(each, Load):
-            yield each
-            continue
-        name = Path(each.file).name
-        if name not in measured.capacity:
-            measured.capacity[name] = capacity(serve(url, each.burst(measured.gpus).flags, seed=5))
-            print(f"capacity of {name}: {measured.capacity[name]:.2f}/s", file=sys.stderr, flush=True)
-        for share in shares:
-            yield each.at_share(share, measured.capacity[name], seconds)
+def resolve(each: Load | Trace, shares: list[float], seconds: float, url: str, measured: Measured) -> list[Load]:
+    """A trace becomes a load at each share of its capacity, which the first cluster shows."""
+    if isinstance(each, Load):
+        return [each]
+    name = Path(each.file).name
+    if name not in measured.capacity:
+        measured.capacity[name] = capacity(serve(url, each.burst(measured.gpus).flags, seed=5))
+        print(f"capacity of {name}: {measured.capacity[name]:.2f}/s", file=sys.stderr, flush=True)
+    return [each.at_share(share, measured.capacity[name], seconds) for share in shares]
+
+
+def measure(cluster: str, load: Load, url: str, seed: int) -> Row:
+    before = phases(url)["transfer"]
+    result = serve(url, load.flags, seed)
+    after = phases(url)["transfer"]
+    exposed_s = (after[0] - before[0]) / max(1.0, after[1] - before[1])
+    return Row.of(cluster, load.name, result, 1e3 * exposed_s)
 
 
 @contextlib.contextmanager
