@@ -27,7 +27,7 @@ from typing import NamedTuple
 MIN_TOKENS = 32
 OVER = 0.01
 FIRST_AIM = 0.75
-LEAST_AIM = 0.5
+LEAST_AIM = 0.6
 MOST_AIM = 0.95
 AIM_STEP = 0.02
 """Of the budget."""
@@ -38,7 +38,7 @@ TRAINED_STEPS = 8
 TRIED_STEPS = 16
 """With decodes and prompt tokens: then it is said how fast they are."""
 STALE_STEPS = 1024
-"""Without any: then that is not known any more."""
+"""Without any: then that is not known any more, and the aim is the first one again."""
 MEMORY_STEPS = 64
 """After so many steps of its kind one counts a third."""
 FADE = 0.98
@@ -168,7 +168,7 @@ class ItlBudget:
             return
         self._quiet_steps += 1
         if self._quiet_steps == STALE_STEPS:
-            self._known_steps = 0
+            self._known_steps, self._aim = 0, FIRST_AIM
         if prefill_tokens:
             self._known_steps += 1
             self._quiet_steps = 0

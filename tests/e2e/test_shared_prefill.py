@@ -52,9 +52,9 @@ def test_prompts_go_to_the_decode_worker_while_the_prefill_worker_is_stuck(tmp_p
             os.kill(engine, signal.SIGSTOP)
             stuck = pool.submit(complete, cluster.url, prompts[13], max_tokens=TOKENS)
             wait_until("it waits there", lambda: prefill.metrics()["pdserve_open_requests"] == 1)
-            time.sleep(2)  # it becomes apparent
+            time.sleep(3)  # it becomes apparent
             try:
-                answers = complete_all(cluster.url, prompts[14:], concurrency=4, max_tokens=TOKENS)
+                answers = complete_all(cluster.url, prompts[14:], concurrency=1, max_tokens=TOKENS)
                 assert not stuck.done()
             finally:
                 os.kill(engine, signal.SIGCONT)

@@ -87,6 +87,7 @@ def test_it_finds_what_the_budget_allows(device: Device, seed: int, decodes: int
     for _ in range(50):
         budget.step_took(StepLoad(decodes, decodes * 2048), device.step_s(decodes, decodes * 2048, 0))
     run(budget, device, rng, 300, decodes=decodes, noise=0.05)
+    run(budget, device, rng, 40, decodes=decodes, noise=0.0)  # the last stall was a while ago
     kv_tokens = min(LARGEST_KV, decodes * 2048)
     best = device.most_tokens(budget_s, decodes, kv_tokens)
     found = budget.prefill_tokens(decodes, kv_tokens)
@@ -176,6 +177,18 @@ def test_a_slow_beginning_is_tried_again() -> None:
         budget.step_took(StepLoad(16, 32_768), device.step_s(16, 32_768, 0))
     assert budget.has_room
     assert budget.tokens_per_s == 0  # that was long ago
+
+
+def test_one_that_aims_low_after_many_late_steps_has_room_again_later() -> None:
+    """The decodes alone take 70 % of the budget."""
+    budget = ItlBudget(0.010, MAX_TOKENS)
+    for _ in range(50):
+        budget.step_took(StepLoad(16, 32_768), 0.007)
+        budget.step_took(StepLoad(16, 32_768, 2 * MIN_TOKENS), 0.012)
+    assert not budget.has_room
+    for _ in range(1_100):
+        budget.step_took(StepLoad(16, 32_768), 0.007)
+    assert budget.has_room
 
 
 def test_decodes_alone_over_the_budget_leave_no_room_but_progress() -> None:
