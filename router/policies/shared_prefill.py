@@ -5,8 +5,9 @@
 
 The decode worker gets it when it is sooner by a margin. Every placement counts on both sides at once, so a burst fills
 both queues evenly. A wider margin is needed to begin with it than to go on (hysteresis): a prefill worker that is only
-a little behind now and then keeps its prompts, and the decode workers their short steps. The margin shrinks where the
-decode worker lacks less of the prompt than the prefill worker: then the prefill worker would compute twice what
+a little behind now and then keeps its prompts, and the decode workers their short steps. For a prompt that would keep
+the decode worker busy for long it is much wider: what it offers now says little about then. The margin shrinks where
+the decode worker lacks less of the prompt than the prefill worker: then the prefill worker would compute twice what
 the decode worker has.
 
 Only decode workers that offer it are asked: they have an ITL budget, and room in it. A step of theirs stays within the
@@ -26,6 +27,10 @@ GO_ON = 1.15
 """The prefill worker takes so many times as long, at least."""
 MIN_GAIN_S = 0.01
 """And so much longer: less is noise."""
+LONG_S = 1.0
+LONG = 4.0
+"""What takes a decode worker longer than that needs this margin: by then more may decode there, with longer contexts,
+and little of its budget be left for a prompt that cannot go elsewhere any more."""
 UNTRIED = 0.5
 """Of a prefill worker's pace, for a decode worker that does not know its own yet."""
 POOL_PART = 0.9
@@ -60,13 +65,14 @@ class SharedPrefill:
             lacks = _uncached(prompt, prefill)
             handoff_s = choice.decode.load.exposed.seconds_per_token * _uncached(prompt, choice.decode)
             limit_s = _wait_s(prefill, s_per_token, now_s) + lacks * s_per_token + handoff_s - MIN_GAIN_S
-            margin = GO_ON if self._goes_on else BEGIN
+            usual = GO_ON if self._goes_on else BEGIN
 
             def is_sooner(worker: W) -> bool:
                 less = _uncached(prompt, worker) / lacks
                 per_token_s = _shared_s_per_token(worker, s_per_token)
-                alone_s = _wait_s(worker, per_token_s, now_s) + _uncached(prompt, worker) * per_token_s
-                return alone_s * max(1.0, margin * min(1.0, less)) < limit_s
+                prompt_s = _uncached(prompt, worker) * per_token_s
+                margin = LONG if prompt_s > LONG_S else usual
+                return (_wait_s(worker, per_token_s, now_s) + prompt_s) * max(1.0, margin * min(1.0, less)) < limit_s
 
             decodes = next(pool.decodes for pool in pools if choice.decode in pool.decodes)
             if len(decodes) > MAX_LOOKED_AT:

@@ -60,6 +60,17 @@ def test_once_it_helps_less_will_do() -> None:
     assert helpers(shared, Worker("p0", queued=1600), d) == []  # it has to begin again
 
 
+def test_a_prompt_that_would_keep_it_busy_for_long_stays_with_the_prefill_worker_unless_that_takes_far_longer() -> None:
+    # By the decode worker 0.9 and 1.2 s; by the prefill worker 0.45 and 0.6 s, and what waits there.
+    d, short, long = Worker("d0", offer()), PromptInfo(4500, 64), PromptInfo(6000, 64)
+    assert helpers(SharedPrefill(), Worker("p0", queued=15_000), d, prompt=short) == ["d0"]
+    assert helpers(SharedPrefill(), Worker("p0", queued=15_000), d, prompt=long) == []
+    assert helpers(SharedPrefill(), Worker("p0", queued=45_000), d, prompt=long) == ["d0"]
+    # What it has cached it need not compute: 0.8 s are left.
+    cached = PromptInfo(6000, 64, cached_tokens={"d0": 2000})
+    assert helpers(SharedPrefill(), Worker("p0", queued=15_000), d, prompt=cached) == ["d0"]
+
+
 def test_its_own_queue_and_what_it_has_cached_count() -> None:
     p = Worker("p0", queued=3000)
     assert helpers(SharedPrefill(), p, Worker("d0", offer(queued=2000))) == []
