@@ -47,11 +47,11 @@ def test_a_trace_at_a_share_of_the_capacity(tmp_path: Path) -> None:
     assert (flag(burst, "--num-prompts"), flag(burst, "--time-stretch") < 1e-3) == (30, True)
 
 
-def test_capacity_is_the_rate_in_the_middle_of_a_burst() -> None:
-    # The first after 3 s, then 4/s; the last one's output is long.
+def test_capacity_is_the_rate_of_a_burst_without_its_last_requests() -> None:
+    # The first after 3 s, then 4/s: 90 in 25.25 s; the last one's output is long.
     ends_s = [3 + 0.25 * i for i in range(99)] + [90.0]
     requests = [{"outcome": "ok", "last_s": end_s} for end_s in ends_s]
-    assert capacity({"requests": requests}) == pytest.approx(4.0)
+    assert capacity({"requests": requests}) == pytest.approx(90 / 25.25)
     with pytest.raises(ValueError, match="100 requests 50 were answered"):
         capacity({"requests": requests[:50] + [{"outcome": "refused", "last_s": 0.0}] * 50})
 
