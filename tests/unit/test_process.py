@@ -145,7 +145,10 @@ def test_abort_deadline_and_drain_are_answered(engine: Service) -> None:
     long = {"max_tokens": 60, "ignore_eos": True}
     engine.send(make_message("late", [1], timeout_s=0.0, **long))  # type: ignore[arg-type]
     assert engine.outputs_until("late")["late"][-1].finish_reason is FinishReason.TIMEOUT
+    assert engine.child is not None
+    engine.child.send_signal(signal.SIGSTOP)  # or all of it might be computed before the abort is there
     engine.send(make_message("gone", [1], **long), AbortRequests(["gone"], "stop"))  # type: ignore[arg-type]
+    engine.child.send_signal(signal.SIGCONT)
     assert engine.outputs_until("gone")["gone"][-1].finish_reason is FinishReason.ABORT
     engine.send(Drain(), make_message("given back", [1]))
     [answer] = engine.outputs_until("given back")["given back"]
