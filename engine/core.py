@@ -48,6 +48,8 @@ from engine.runner import AsyncRunner, PendingStep, Runner
 from engine.scheduler import Scheduler
 
 DRAINING = "this worker is draining: use another one"
+HANGS_S = 30.0
+"""No step takes so long. What is said while one is waited for looks like life, so the service would not see it."""
 
 
 class EngineCore:
@@ -152,6 +154,7 @@ class EngineCore:
         if self._in_flight is not None and scheduler.must_settle():
             self._read(*self._in_flight)
             self._in_flight = None
+            now_s = self._clock()  # else who came meanwhile would be scheduled before it came
         before, self._in_flight = self._in_flight, None
         if self._launch is None:
             batch = self._schedule(now_s)
@@ -193,7 +196,13 @@ class EngineCore:
 
     def _read(self, batch: ScheduledBatch, pending: PendingStep, launched_s: float) -> None:
         scheduler = self.scheduler
+        hangs_s = self._clock() + HANGS_S
         while self.while_waiting is not None and not pending.is_done():
+            if self._clock() > hangs_s:
+                raise TimeoutError(
+                    f"the device has not finished a step in {HANGS_S:.0f} s: restart the engine, and if that does not "
+                    "help, look after the device (nvidia-smi, dmesg)"
+                )
             message_came = self.while_waiting()
             if self._in_flight is None and scheduler.may_find_work and not scheduler.must_settle():
                 self._launch_next(self._clock())

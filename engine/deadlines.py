@@ -20,12 +20,13 @@ class Deadlines:
 
     def expired(self, now_s: float) -> list[Request]:
         """Open requests whose deadline passed; each is returned once."""
-        expired = []
+        expired: dict[str, Request] = {}
         while self._heap and self._heap[0][0] <= now_s:
             request = self._requests.get(heapq.heappop(self._heap)[1])
-            if request is not None:
-                expired.append(request)
-        return expired
+            # An id may be used again: then what is due may be its former request's.
+            if request is not None and request.deadline_s <= now_s:
+                expired[request.request_id] = request
+        return list(expired.values())
 
     def next_s(self) -> float | None:
         return self._heap[0][0] if self._heap else None

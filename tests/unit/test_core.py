@@ -164,6 +164,21 @@ def test_requests_that_ended_early_leave_no_deadline_behind() -> None:
     assert_no_leak(core)
 
 
+def test_an_id_that_is_used_again_has_the_later_requests_deadline_only() -> None:
+    clock = Clock()
+    core = make_core(clock=clock)
+    for timeout_s in (5.0, 10.0, 10.0):
+        core.abort(["again"], "client")
+        core.add(make_message("again", [1], 50, ignore_eos=True, timeout_s=timeout_s))
+    core.step()
+    clock.now_s += 6.0
+    assert not [output for output in core.step().outputs if output.finish_reason is FinishReason.TIMEOUT]
+    clock.now_s += 6.0
+    ends = [output for output in core.step().outputs if output.finish_reason is not None]
+    assert [output.finish_reason for output in ends] == [FinishReason.TIMEOUT]
+    assert_no_leak(core)
+
+
 def test_the_next_deadline_is_the_requests_or_the_retrys() -> None:
     clock = Clock()
     p = make_core(clock=clock)

@@ -14,7 +14,7 @@ from engine.request import Request
 from tests.unit import test_core_handoff
 from tests.unit.fake_async_runner import FakeAsyncRunner, batches_of, make_async_core
 from tests.unit.fake_runner import make_core, make_message, oracle
-from tests.unit.handoff_link import send_kv
+from tests.unit.handoff_link import Clock, send_kv
 from tests.unit.leaks import assert_no_leak, check_books
 from tests.unit.test_scheduler_random import SHAPES, Client, is_refused, messages
 
@@ -236,3 +236,42 @@ def test_a_ticket_is_asked_for_while_a_step_runs() -> None:
     core.runner.is_done = lambda: "b" in core.scheduler.requests
     core.step()
     assert asked == ["b"]
+
+
+def test_who_comes_while_a_step_is_settled_has_not_waited_for_less_than_nothing() -> None:
+    core = make_async_core(clock=Clock())
+    assert isinstance(core.runner, FakeAsyncRunner)
+
+    def nap() -> bool:
+        core.add(make_message("b", [7, 8, 9], 2, ignore_eos=True))
+        return True
+
+    core.while_waiting = nap
+    core.runner.is_done = lambda: "b" in core.scheduler.requests
+    core.add(make_message("a", [1, 2, 3], 3, ignore_eos=True, presence_penalty=0.5))
+    outputs = [output for _ in range(4) for output in core.step().outputs]
+    first = next(output.timings for output in outputs if output.request_id == "b")
+    assert first is not None
+    assert first.prefill_queue_s >= 0
+
+
+def test_a_step_that_hangs_is_an_error_though_messages_go_on_coming() -> None:
+    """Each answer to them would be a sign of life, and no request would end."""
+    clock = Clock()
+    core = make_async_core(clock=clock)
+    assert isinstance(core.runner, FakeAsyncRunner)
+    naps = 0
+
+    def nap() -> bool:
+        nonlocal naps
+        naps += 1
+        assert naps < 100, "it is waited for without end"
+        clock.now_s += 1.0
+        return True
+
+    core.while_waiting = nap
+    core.runner.is_done = lambda: False
+    core.add(make_message("a", [1, 2, 3], 4, ignore_eos=True))
+    core.step()
+    with pytest.raises(TimeoutError, match="restart"):
+        core.step()
