@@ -183,8 +183,25 @@ def check_many(count: int) -> None:
         assert len(receiver._free) >= kv_copies._DESKS
 
 
+def check_order() -> None:
+    """Blocks that a copy may still write are freed (``join``) and given to the next transfer, whose copy is launched on
+    the other stream: it comes after the first one all the same."""
+    cache, table = make_cache(torch.bfloat16, 16)
+    with played_device():
+        copies = kv_copies.KVCopies(cache._data)
+        wire = Wire(torch.zeros(cache.packed_bytes(16, LAYERS, cache.dtype) // 8, dtype=torch.int64))
+        for _ in range(3):
+            copies.unpack(table, 0, 16, 0, LAYERS, wire, cache.dtype)  # type: ignore[arg-type]
+            copies.join()
+            first, other = copies._streams[-1], copies._streams[0]
+            assert first is not other
+            assert first in other.waited_for  # type: ignore[attr-defined]
+            other.waited_for.clear()  # type: ignore[attr-defined]
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
+    check_order()
     check(torch.bfloat16, torch.bfloat16, (16, 8), (7, TOKENS))
     check(torch.float32, torch.bfloat16, (8, 16), (0, 33))
     check(torch.float16, torch.float32, (64, 16), (16, 17))
