@@ -12,8 +12,8 @@ caller's business. Used by the engine's thread only; ``KVCopy.wait`` is for any 
 The two take turns, so that one launch begins where the one before it no longer fills the device.
 
 ``mark()``: what is launched on the steps' stream so far, for a copy to come after. ``join()``: what is launched from
-now on, steps and copies, comes after the copies asked for so far; whoever frees blocks that a copy may still touch calls
-it, so that nothing is written into them before the copy is over: neither by a step nor by a copy on the other stream.
+now on, steps and copies, comes after the copies asked for so far; whoever frees blocks that a copy may still touch
+calls it, so that nothing is written into them before that is over: neither by a step nor on the other stream.
 """
 
 from __future__ import annotations
