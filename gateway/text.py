@@ -74,7 +74,7 @@ class TextWorker:
     def _encode(self, text: str, add_special_tokens: bool, max_tokens: int | None, param: str) -> list[int]:
         tokenizer = self._model.tokenizer
         if max_tokens is not None and len(text) > max_tokens:
-            least = tokenizer.least_tokens(len(text))
+            least = tokenizer.least_tokens(text)
             if least > max_tokens:
                 raise prompt_too_long(max_tokens, least, param)
         return tokenizer.encode(text, add_special_tokens)

@@ -43,20 +43,28 @@ class Tokenizer:
         backend.no_padding()
         return cls(backend)
 
-    @cached_property
+    @property
     def max_chars_per_token(self) -> int | None:
         """No token stands for more characters of a text; None where that is not known."""
+        return None if self._text_limits is None else self._text_limits[0]
+
+    def least_tokens(self, text: str) -> int:
+        """It has at least so many tokens: known without tokenizing it."""
+        if self._text_limits is None:
+            return 0
+        max_chars_per_token, vanishing = self._text_limits
+        return (len(text) - sum(map(text.count, vanishing))) // max_chars_per_token
+
+    @cached_property
+    def _text_limits(self) -> tuple[int, str] | None:
+        """How many characters a token stands for at most, and which ones become none; None where that is not known."""
         state = json.loads(self._backend.to_str())
-        if _may_drop_text(state):
+        vanishing = _vanishing(state)
+        if vanishing is None:
             return None
         longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)))
-        return longest * (
-            MAX_COMPOSED if '"type":"NFC"' in json.dumps(state["normalizer"], separators=(",", ":")) else 1
-        )
-
-    def least_tokens(self, num_chars: int) -> int:
-        """So many characters are at least so many tokens: known without tokenizing them."""
-        return num_chars // self.max_chars_per_token if self.max_chars_per_token else 0
+        composes = '"type":"NFC"' in json.dumps(state["normalizer"], separators=(",", ":"))
+        return longest * (MAX_COMPOSED if composes else 1), vanishing
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -89,9 +97,9 @@ def _byte_level_alphabet() -> dict[str, bytes]:
     return alphabet | {chr(256 + n): bytes([byte]) for n, byte in enumerate(others)}
 
 
-def _may_drop_text(state: dict[str, Any]) -> bool:
-    """Whether a tokenizer with this ``tokenizer.json`` may turn characters into no token: unless all of its steps are
-    among those that are known to keep each one."""
+def _vanishing(state: dict[str, Any]) -> str | None:
+    """The characters that a tokenizer with this ``tokenizer.json`` turns into no token. None where that is not known:
+    unless all of its steps are among those that are known to keep each one, and its model has a token for it."""
 
     def steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
         if part is None:
@@ -109,11 +117,26 @@ def _may_drop_text(state: dict[str, Any]) -> bool:
                 return len(content) >= len(pattern)
         return False
 
-    model = state["model"]
-    knows_all = model["type"] == "BPE" and not (model.get("fuse_unk") and not model.get("byte_fallback"))
-    swallows = any(token["lstrip"] or token["rstrip"] for token in state["added_tokens"])
     all_steps = steps(state["normalizer"]) + steps(state["pre_tokenizer"])
-    return not knows_all or swallows or not all(map(keeps, all_steps))
+    swallows = any(token["lstrip"] or token["rstrip"] for token in state["added_tokens"])
+    model = state["model"]
+    if swallows or not all(map(keeps, all_steps)) or model["type"] != "BPE":
+        return None
+    vocab = model["vocab"]
+    if model.get("byte_fallback") and all(f"<0x{byte:02X}>" in vocab for byte in range(256)):
+        return ""
+    if model.get("unk_token") in vocab and not model.get("fuse_unk"):
+        return ""
+    has_affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
+    kinds = {step["type"] for step in all_steps}
+    if has_affixes or "ByteLevel" not in kinds:
+        return None
+    # Byte-level vocabularies may lack bytes that their training did not see: SmolLM2 has no U+0004. A character of
+    # several bytes has one, at least, that other characters have, too.
+    lacking = {byte[0] for char, byte in _byte_level_alphabet().items() if char not in vocab}
+    vanishing = "".join(chr(byte) for byte in sorted(lacking) if byte < 0x80)
+    is_known = lacking.isdisjoint(range(0x80, 0xC0)) and not (vanishing and "Replace" in kinds)
+    return vanishing if is_known else None
 
 
 def _is_byte_level(decoder: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import tokenizers
 from hypothesis import given
@@ -52,8 +54,8 @@ def test_any_text(tokenizer: Tokenizer, text: str) -> None:
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 @given(text=st.text(alphabet="helo wrdtsip👩你é\n", max_size=200))
 def test_a_text_has_at_least_so_many_tokens(tokenizer: Tokenizer, text: str) -> None:
-    assert tokenizer.least_tokens(len(text)) <= len(tokenizer.encode(text, add_special_tokens=False))
-    assert tokenizer.least_tokens(100_000) > 0
+    assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
+    assert tokenizer.least_tokens("x" * 100_000) > 0
 
 
 @pytest.mark.parametrize("drops", ["normalizer", "pre_tokenizer", "added"])
@@ -65,8 +67,25 @@ def test_where_text_may_vanish_its_length_says_nothing(drops: str) -> None:
         backend.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
     else:
         backend.add_special_tokens([tokenizers.AddedToken("<|x|>", rstrip=True)])
-    assert Tokenizer(backend).least_tokens(10**9) == 0
+    assert Tokenizer(backend).least_tokens("x" * 10**6) == 0
     assert Tokenizer(backend).max_chars_per_token is None
+
+
+@pytest.mark.parametrize("lacks", ["controls", "a continuation byte", "what is not ASCII"])
+@given(text=st.text(alphabet="hel\x04\x13 é👩\U000f0000", max_size=20))
+def test_a_vocabulary_may_lack_characters(lacks: str, text: str) -> None:
+    """As SmolLM2 lacks some bytes: they are no tokens at all, and a longer text may fit."""
+    state = json.loads(BYTE_LEVEL._backend.to_str())
+    if lacks == "what is not ASCII":
+        state["pre_tokenizer"] = None
+    else:
+        [(spelled, _)] = pre_tokenizers.ByteLevel(False).pre_tokenize_str("\x04\x13" if lacks == "controls" else "\x80")
+        state["model"]["merges"] = []
+        for char in spelled:
+            del state["model"]["vocab"][char]
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(state)))
+    assert tokenizer.least_tokens(text * 500) <= len(tokenizer.encode(text * 500, add_special_tokens=False))
+    assert (tokenizer.least_tokens("x" * 100_000) > 0) == (lacks == "controls")
 
 
 @given(token_ids=st.lists(st.integers(0, BYTE_LEVEL.vocab_size - 1), max_size=60))
