@@ -173,6 +173,7 @@ class DecodeHandoff:
         self._core.fail_request(request_id, ErrorCode.HANDOFF_FAILED, reason, True, peer_lost)
 
     def keep(self, request_id: str) -> bool:
+        self._free_after_unpacking()  # the next attempt writes into the same blocks
         return self._core.keep_reservation(request_id)
 
     def take_over(self, request_id: str) -> bool:
