@@ -11,6 +11,9 @@ from kv_transfer.staging import DEFAULT_NUM_SLOTS, DEFAULT_SLOT_BYTES, SlotPool,
 DEVICE_SLOT_BYTES = 32 << 20
 """So much that moving it takes a GPU longer than saying so takes the host; and still a part of a layer group only."""
 MIN_DEVICE_SLOTS = 8
+MAX_DEVICE_SLOTS = 256
+"""So many segments are queued on one channel, at most (``max_queued_segments``): more than that would be refused there,
+and fail their transfers, instead of waiting for a slot."""
 
 
 class EngineStaging:
@@ -45,5 +48,5 @@ class EngineStaging:
     def _of_device(self) -> SlotPool:
         from kv_transfer.cuda import CudaRuntime, CudaStaging
 
-        num_slots = max(MIN_DEVICE_SLOTS, self._staged_bytes // DEVICE_SLOT_BYTES)
+        num_slots = min(max(MIN_DEVICE_SLOTS, self._staged_bytes // DEVICE_SLOT_BYTES), MAX_DEVICE_SLOTS)
         return CudaStaging(CudaRuntime(self._device), num_slots, DEVICE_SLOT_BYTES)
