@@ -2,7 +2,7 @@
 
     engine: starts a copy --> [kv-copies] waits for it --> what comes next: seal and send (P), let go of the source (D)
 
-Copies of one engine run on one stream, in order, so one thread can wait for one after the other.
+Copies of one engine end in about the order in which they began, so one thread can wait for one after the other.
 """
 
 from __future__ import annotations
