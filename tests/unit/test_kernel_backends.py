@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,3 +63,14 @@ def test_an_unwritable_cache_is_replaced_by_a_private_one(monkeypatch, tmp_path)
 def test_an_unknown_backend_lists_the_known() -> None:
     with pytest.raises(ValueError, match="'abacus' is not known: use native, torch"):
         load_kernels("abacus")
+
+
+@pytest.mark.parametrize(("capability", "is_own"), [((8, 9), True), ((9, 0), True), ((10, 0), True), ((12, 0), False)])
+def test_products_whose_tiles_do_not_fit_shared_memory_are_left_to_the_library(monkeypatch, capability, is_own) -> None:
+    """What the tilings take, compiled for each: up to 84, 192, 192 and 160 KB; CUDA gives 99, 227, 227 and 99."""
+    triton_gpu = pytest.importorskip("engine.kernels.triton_gpu")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    for outputs in (4096, 28672):
+        weight = SimpleNamespace(shape=(outputs, 4096), dtype=torch.bfloat16, device=torch.device("cuda"))
+        for narrow in (False, True):
+            assert (triton_gpu._tiling(weight, narrow=narrow) is not None) == is_own
