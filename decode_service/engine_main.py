@@ -271,7 +271,9 @@ def frame_from_pb(message: worker_pb2.HandoffFrame) -> Frame:
 def build(process: EngineProcess, launch: EngineLaunch) -> Engine:
     config = config_for_device(launch.engine_options, launch.role)
     runner = build_runner(config)
-    host_memory = HostKV(runner.kv_cache, config.host_kv_bytes) if config.host_kv_bytes else None
+    copies = runner.kv_cache.copies
+    left = None if copies is None else copies.follow
+    host_memory = HostKV(runner.kv_cache, config.host_kv_bytes, left) if config.host_kv_bytes else None
     core = EngineCore(config, runner, host_memory=host_memory)
     ready = engine_ready(config, runner)
     layout = make_layout(

@@ -2,7 +2,8 @@
 
 Owns one bounded allocation of slots, each as large as a block in all layers; pinned when the device is a GPU. Which
 slot belongs to whom is ``offload``'s business. Copies go on the runner's own stream, in order with its steps, so that
-nothing has to wait for them. Only the engine's thread touches it.
+nothing has to wait for them; only who writes into blocks beside that stream (hand-offs on a GPU) is told when some were
+left, and comes after. Only the engine's thread touches it.
 
     blocks --copy_out--> slots --copy_in--> blocks        through a buffer of a few blocks on the device
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -34,13 +35,15 @@ class KVLayers(Protocol):
 class HostKV:
     """As many slots as ``num_bytes`` holds."""
 
-    def __init__(self, cache: KVLayers, num_bytes: int) -> None:
-        """Allocate, and measure how fast copies are.
+    def __init__(self, cache: KVLayers, num_bytes: int, left: Callable[[], None] | None = None) -> None:
+        """Allocate, and measure how fast copies are. ``left``: called when copies out of blocks are on their way; the
+        blocks are free already, and may be written to by what comes after those copies only.
 
         Raises:
             ValueError: not even one block fits.
         """
         self._layers = cache.layers
+        self._left = left
         block = self._layers[0][0]
         self.block_bytes = block.nbytes * len(self._layers)
         self.num_blocks = num_bytes // self.block_bytes
@@ -66,6 +69,8 @@ class HostKV:
             gathered = torch.stack([layer.index_select(0, ids) for layer in self._layers], 1)
             for index, slot in enumerate(slots[at : at + self._group]):
                 self._slots[slot].copy_(gathered[index], non_blocking=True)
+        if self._left is not None:
+            self._left()
 
     def copy_in(self, slots: Sequence[int], block_ids: Sequence[int]) -> None:
         """What these slots hold, to these blocks."""

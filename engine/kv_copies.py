@@ -136,6 +136,12 @@ class KVCopies:
         one.wait_stream(other)
         other.wait_stream(one)
 
+    def follow(self) -> None:
+        """What is asked for from now on comes after all that is launched on the steps' stream so far: whoever frees
+        blocks that are still read there calls it."""
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+
     def pack(
         self,
         block_table: Sequence[int],

@@ -129,6 +129,8 @@ def check(sent: torch.dtype, kept: torch.dtype, blocks: tuple[int, int], tokens:
             assert copy.wait() == mix
         receiver.join()
         assert set(steps.waited_for) == set(receiver._streams)
+        receiver.follow()
+        assert [stream.waited_for[-1] for stream in receiver._streams] == [steps, steps]  # type: ignore[attr-defined]
         assert len(sender._free) == len(receiver._free) == kv_copies._DESKS
     other = KVCache(
         num_layers=LAYERS,

@@ -55,6 +55,21 @@ def test_there_and_back(data: st.DataObject, dtype: torch.dtype, group: int) -> 
     assert torch.equal(contents(cache), expected)
 
 
+def test_who_writes_beside_the_runner_is_told_when_the_copies_out_are_on_their_way() -> None:
+    cache = make_cache(torch.float32)
+    before = contents(cache)
+    told: list[str] = []
+    host = HostKV(cache, 1 << 20, lambda: told.append("left"))
+    told.clear()  # by the measuring
+    host.copy_out([3], [5])
+    assert told == ["left"]
+    for layer in cache.layers:
+        layer[3].zero_()  # as a hand-off would, once told
+    host.copy_in([5], [7])
+    assert told == ["left"]
+    assert torch.equal(contents(cache)[:, 7], before[:, 3])
+
+
 def test_memory_is_bounded_and_too_little_is_refused() -> None:
     cache = make_cache(torch.float32)
     block_bytes = 2 * 2 * 4 * 8 * 4 * LAYERS
