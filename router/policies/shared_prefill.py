@@ -59,25 +59,25 @@ class SharedPrefill:
 
     def sooner(self, prompt: PromptInfo, choice: Choice[W], pools: Sequence[Pool[W]], now_s: float) -> list[Pool[W]]:
         """The decode workers that would have the first token by themselves sooner than the chosen pair. Empty: none."""
-        found: list[W] = []
         prefill = choice.prefill
-        if prefill is not None and (s_per_token := prefill.prefill_s_per_token):
-            lacks = _uncached(prompt, prefill)
-            handoff_s = choice.decode.load.exposed.seconds_per_token * _uncached(prompt, choice.decode)
-            limit_s = _wait_s(prefill, s_per_token, now_s) + lacks * s_per_token + handoff_s - MIN_GAIN_S
-            usual = GO_ON if self._goes_on else BEGIN
+        if prefill is None or not (s_per_token := prefill.prefill_s_per_token):
+            return []
+        lacks = _uncached(prompt, prefill)
+        handoff_s = choice.decode.load.exposed.seconds_per_token * _uncached(prompt, choice.decode)
+        limit_s = _wait_s(prefill, s_per_token, now_s) + lacks * s_per_token + handoff_s - MIN_GAIN_S
+        usual = GO_ON if self._goes_on else BEGIN
 
-            def is_sooner(worker: W) -> bool:
-                less = _uncached(prompt, worker) / lacks
-                per_token_s = _shared_s_per_token(worker, s_per_token)
-                prompt_s = _uncached(prompt, worker) * per_token_s
-                margin = LONG if prompt_s > LONG_S else usual
-                return (_wait_s(worker, per_token_s, now_s) + prompt_s) * max(1.0, margin * min(1.0, less)) < limit_s
+        def is_sooner(worker: W) -> bool:
+            less = _uncached(prompt, worker) / lacks
+            per_token_s = _shared_s_per_token(worker, s_per_token)
+            prompt_s = _uncached(prompt, worker) * per_token_s
+            margin = LONG if prompt_s > LONG_S else usual
+            return (_wait_s(worker, per_token_s, now_s) + prompt_s) * max(1.0, margin * min(1.0, less)) < limit_s
 
-            decodes = next(pool.decodes for pool in pools if choice.decode in pool.decodes)
-            if len(decodes) > MAX_LOOKED_AT:
-                decodes = [choice.decode, *self._random.sample(decodes, MAX_LOOKED_AT)]
-            found = [worker for worker in decodes if _has_room(prompt, worker) and is_sooner(worker)]
+        decodes = next(pool.decodes for pool in pools if choice.decode in pool.decodes)
+        if len(decodes) > MAX_LOOKED_AT:
+            decodes = [choice.decode, *self._random.sample(decodes, MAX_LOOKED_AT)]
+        found = [worker for worker in decodes if _has_room(prompt, worker) and is_sooner(worker)]
         self._goes_on = bool(found)
         return [Pool((), found)] if found else []
 

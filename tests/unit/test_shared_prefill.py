@@ -56,6 +56,9 @@ def test_once_it_helps_less_will_do() -> None:
     shared, d = SharedPrefill(), Worker("d0", offer())
     assert helpers(shared, Worker("p0", queued=3000), d) == ["d0"]
     assert helpers(shared, Worker("p0", queued=1600), d) == ["d0"]
+    short: Choice[Worker] = Choice(None, d)  # left to it in any case, which says nothing of the queue
+    assert shared.sooner(PROMPT, short, [Pool([Worker("p0")], [d])], 0.0) == []
+    assert helpers(shared, Worker("p0", queued=1600), d) == ["d0"]
     assert helpers(shared, Worker("p0", queued=1000), d) == []
     assert helpers(shared, Worker("p0", queued=1600), d) == []  # it has to begin again
 
