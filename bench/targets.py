@@ -185,8 +185,8 @@ def machine(gpus: int) -> dict[str, str]:
 
 def main(
     output: Annotated[Path | None, typer.Option(help="JSON with everything.")] = None,
-    only: Annotated[str, typer.Option(help="Parts, separated by commas.  [default: those of this machine]")] = "",
-    limit_s: Annotated[float | None, typer.Option(help="Of each part.  [default: its own]")] = None,
+    only: Annotated[str, typer.Option(help="Parts, separated by commas.", show_default="those of this machine")] = "",
+    limit_s: Annotated[float | None, typer.Option(help="Of each part.", show_default="its own")] = None,
     traces: Annotated[
         Path | None, typer.Option(help="Folder with Mooncake's and Azure's traces.", envvar="PDSERVE_DATA")
     ] = None,

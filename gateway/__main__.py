@@ -35,7 +35,7 @@ def main(
     served_model_name: Annotated[str | None, typer.Option(help="The name that clients use.")] = None,
     host: Annotated[str, typer.Option()] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one; the ready line names it.")] = 8000,
-    grpc_port: Annotated[int | None, typer.Option(help="Of the SDK's service.  [default: --port + 1]")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="Of the SDK's service.", show_default="--port + 1")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + output, in tokens.")] = None,
     default_timeout_s: Annotated[float, typer.Option(help="Deadline of requests that bring none.")] = 600.0,
     max_requests: Annotated[int, typer.Option(help="Requests at a time; more are answered 429.")] = 4096,

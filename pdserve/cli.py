@@ -36,47 +36,57 @@ def up(
     prefill: Annotated[int, typer.Option(help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(help="Decode workers.")] = 1,
     aggregated: Annotated[bool, typer.Option("--aggregated", help="No prefill workers: decode ones do both.")] = False,
-    model: Annotated[str | None, typer.Option(help="Directory or hub name.  [default: smollm2-135m-instruct]")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Directory or hub name.", show_default="smollm2-135m-instruct")
+    ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name in the API.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     host: Annotated[str, typer.Option(help="Address of the HTTP API.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the HTTP API.")] = 8000,
-    grpc_port: Annotated[int | None, typer.Option(help="Port of the SDK's gRPC API.  [default: --port + 1]")] = None,
-    redis: Annotated[str | None, typer.Option(help="URL of a running Redis.  [default: start one]")] = None,
-    policy: Annotated[str | None, typer.Option(help="Routing policy of the router.  [default: prefix_aware]")] = None,
+    grpc_port: Annotated[
+        int | None, typer.Option(help="Port of the SDK's gRPC API.", show_default="--port + 1")
+    ] = None,
+    redis: Annotated[str | None, typer.Option(help="URL of a running Redis.", show_default="start one")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="Routing policy of the router.", show_default="prefix_aware")
+    ] = None,
     max_queue_s: Annotated[
-        float | None, typer.Option(help="Refuse (429) what would wait longer to be computed.  [default: its deadline]")
+        float | None,
+        typer.Option(help="Refuse (429) what would wait longer to be computed.", show_default="its deadline"),
     ] = None,
     local_prefill_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Prompts with fewer uncached tokens are prefilled where they decode; 0: none ever is.  [default: 32]"
+            help="Prompts with fewer uncached tokens are prefilled where they decode; 0: none ever is.",
+            show_default="32",
         ),
     ] = None,
     load_format: Annotated[
         str | None, typer.Option(help="auto (safetensors) or dummy: random weights, to measure speed.")
     ] = None,
     max_num_batched_tokens: Annotated[
-        int | None, typer.Option(help="Token budget of a step.  [default: 512; GPU: 8192]")
+        int | None, typer.Option(help="Token budget of a step.", show_default="512; GPU: 8192")
     ] = None,
     itl_budget_ms: Annotated[
         float | None,
         typer.Option(
-            help="Longest step of a worker that decodes; one with a budget helps busy prefill workers; 0: no limit.  "
-            "[default: 0; decode workers on a GPU: 14]"
+            help="Longest step of a worker that decodes; one with a budget helps busy prefill workers; 0: no limit.",
+            show_default="0; decode workers on a GPU: 14",
         ),
     ] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + output.  [default: the model's]")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest prompt + output.", show_default="the model's")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda (spread over the GPUs) or cuda:N.")] = "auto",
     gpu_memory_utilization: Annotated[
         float, typer.Option(help="Part of a GPU's memory for all workers on it together.")
     ] = 0.9,
     kv_cache_bytes: Annotated[
-        int | None, typer.Option(help="KV pool of each worker.  [default: 1 GiB; GPU: what memory is left]")
+        int | None, typer.Option(help="KV pool of each worker.", show_default="1 GiB; GPU: what memory is left")
     ] = None,
-    num_threads: Annotated[int | None, typer.Option(help="Threads of each engine.  [default: they share]")] = None,
+    num_threads: Annotated[int | None, typer.Option(help="Threads of each engine.", show_default="they share")] = None,
     transfer: Annotated[
-        str | None, typer.Option(help="KV transfer: cuda_ipc, nccl, shm, tcp or ucx.  [default: the best]")
+        str | None, typer.Option(help="KV transfer: cuda_ipc, nccl, shm, tcp or ucx.", show_default="the best")
     ] = None,
     start_timeout_s: Annotated[float, typer.Option(help="Give up a start that takes longer.")] = 300.0,
     chat: Annotated[bool, typer.Option(help="One chat when everything is ready.")] = True,
@@ -104,8 +114,8 @@ def up(
 @app.command()
 def chat(
     url: Annotated[str, typer.Option(help="Of the HTTP API.")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option(help="Name in the API.  [default: the first one served]")] = None,
-    system: Annotated[str | None, typer.Option(help="System prompt.  [default: the model's own]")] = None,
+    model: Annotated[str | None, typer.Option(help="Name in the API.", show_default="the first one served")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.", show_default="the model's own")] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
 ) -> None:
     """Talk with a running cluster in the terminal."""
@@ -127,7 +137,7 @@ def trace(
 
 @app.command()
 def doctor(
-    redis: Annotated[str | None, typer.Option(help="URL of a Redis to check.  [default: our own]")] = None,
+    redis: Annotated[str | None, typer.Option(help="URL of a Redis to check.", show_default="our own")] = None,
     port: Annotated[int, typer.Option(help="Port to check for the HTTP API.")] = 8000,
 ) -> None:
     """Say what this machine has and lacks; exit status 1 when something needed is missing."""

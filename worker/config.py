@@ -71,29 +71,32 @@ AdvertisedHost = Annotated[str, typer.Option(help="The host as others reach it; 
 Port = Annotated[int, typer.Option(help="gRPC; 0 takes a free one.")]
 MetricsPort = Annotated[int, typer.Option(help="/metrics, /health, /live; 0 takes a free one.")]
 Redis = Annotated[str, typer.Option(help="redis://, rediss:// or unix://; where to register.")]
-Device = Annotated[str | None, typer.Option(help="auto | cpu | cuda | cuda:N.  [default: auto, a GPU if there is one]")]
+Device = Annotated[
+    str | None, typer.Option(help="auto | cpu | cuda | cuda:N.", show_default="auto, a GPU if there is one")
+]
 GpuMemoryUtilization = Annotated[
-    float | None, typer.Option(help="CUDA: part of the device's memory for this worker.  [default: 0.9]")
+    float | None, typer.Option(help="CUDA: part of the device's memory for this worker.", show_default="0.9")
 ]
 LoadFormat = Annotated[str | None, typer.Option(help="auto (safetensors) | dummy (random weights, to measure speed).")]
 Dtype = Annotated[str | None, typer.Option(help="auto | float32 | bfloat16 | float16: weights and KV.")]
-BlockSize = Annotated[int | None, typer.Option(help="Tokens a KV block.  [default: 32; GPU: 64]")]
+BlockSize = Annotated[int | None, typer.Option(help="Tokens a KV block.", show_default="32; GPU: 64")]
 NumBlocks = Annotated[int | None, typer.Option(help="Blocks in the pool; else from --kv-cache-bytes.")]
 KvCacheBytes = Annotated[
-    int | None, typer.Option(help="Size of the KV pool.  [default: 1 GiB; GPU: what memory is left]")
+    int | None, typer.Option(help="Size of the KV pool.", show_default="1 GiB; GPU: what memory is left")
 ]
 HostKvBytes = Annotated[
     int | None,
-    typer.Option(help="Host memory for the KV of preempted requests; 0: compute it again.  [default: 256 MiB]"),
+    typer.Option(help="Host memory for the KV of preempted requests; 0: compute it again.", show_default="256 MiB"),
 ]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and output together.")]
-MaxNumSeqs = Annotated[int | None, typer.Option(help="Most requests in one step.  [default: 64; GPU: 1024]")]
-MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Token budget of a step.  [default: 512; GPU: 8192]")]
+MaxNumSeqs = Annotated[int | None, typer.Option(help="Most requests in one step.", show_default="64; GPU: 1024")]
+MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Token budget of a step.", show_default="512; GPU: 8192")]
 ItlBudgetMs = Annotated[
     float | None,
     typer.Option(
         help="Steps that decode take prefill tokens only for so long; a decode worker that has a budget takes "
-        "prompts while prefill workers are busy; 0: no limit.  [default: 0; decode on a GPU: 14]"
+        "prompts while prefill workers are busy; 0: no limit.",
+        show_default="0; decode on a GPU: 14",
     ),
 ]
 NumThreads = Annotated[int | None, typer.Option(help="Compute threads.")]

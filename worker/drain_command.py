@@ -34,8 +34,8 @@ def main(
     redis: Annotated[
         str | None,
         typer.Option(
-            help="redis://, rediss:// or unix://; where it has registered.  "
-            "[default: that of the `pdserve up` that runs here, else redis://127.0.0.1:6379]"
+            help="redis://, rediss:// or unix://; where it has registered.",
+            show_default="that of the `pdserve up` that runs here, else redis://127.0.0.1:6379",
         ),
     ] = None,
     tls_dir: Annotated[

@@ -46,7 +46,7 @@ def main(
     learn: Annotated[bool, typer.Option(help="routers learn how fast each worker is")] = True,
     memory: Annotated[bool, typer.Option(help="also measure the index's memory")] = False,
     output: Annotated[Path | None, typer.Option(help="JSON")] = None,
-    data: Annotated[Path | None, typer.Option(help="folder of the traces  [default: $PDSERVE_DATA]")] = None,
+    data: Annotated[Path | None, typer.Option(help="folder of the traces", show_default="$PDSERVE_DATA")] = None,
 ) -> None:
     """Hit rate, load spread and decision time of routing policies."""
     rows = []

@@ -28,8 +28,8 @@ _PATHS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 def main(
     base_url: Annotated[str, typer.Option(help="Of the server.")] = "http://127.0.0.1:8000",
     backend: Annotated[str, typer.Option(help="openai (completions, token ids) or openai-chat.")] = "openai",
-    endpoint: Annotated[str | None, typer.Option(help="Path of the API.  [default: by backend]")] = None,
-    model: Annotated[str | None, typer.Option(help="Name in the API.  [default: the first one served]")] = None,
+    endpoint: Annotated[str | None, typer.Option(help="Path of the API.", show_default="by backend")] = None,
+    model: Annotated[str | None, typer.Option(help="Name in the API.", show_default="the first one served")] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="OPENAI_API_KEY", show_envvar=True, help="Bearer token.")
     ] = None,
@@ -54,13 +54,15 @@ def main(
     token_ids: Annotated[str, typer.Option(help="Range FIRST:END of made-up token ids.")] = "1000:30000",
     text_prompts: Annotated[bool, typer.Option("--text-prompts", help="Words in place of token ids.")] = False,
     request_rate: Annotated[
-        str | None, typer.Option(help="Requests/s; several (1,2,4) for a run each.  [default: the trace's, or inf]")
+        str | None, typer.Option(help="Requests/s; several (1,2,4) for a run each.", show_default="the trace's, or inf")
     ] = None,
     burstiness: Annotated[float, typer.Option(help="1 Poisson, below 1 bursts, above 1 steadier.")] = 1.0,
     max_concurrency: Annotated[int | None, typer.Option(help="Open requests at most.")] = None,
     seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
     goodput: Annotated[str, typer.Option(help="Limits in ms: ttft:500,tpot:50,itl_p99:100,e2el:9000.")] = "",
-    ignore_eos: Annotated[bool | None, typer.Option(help="Outputs of exact length.  [default: not for custom]")] = None,
+    ignore_eos: Annotated[
+        bool | None, typer.Option(help="Outputs of exact length.", show_default="not for custom")
+    ] = None,
     temperature: Annotated[float | None, typer.Option(help="-1: the server's default.")] = 0.0,
     extra_body: Annotated[str, typer.Option(help="JSON object with more fields of each request.")] = "{}",
     request_timeout_s: Annotated[float, typer.Option(help="A request that takes longer has failed.")] = 600.0,

@@ -120,4 +120,5 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _accepted(hint: Any) -> Any:
-    return (int, float) if hint is float else hint
+    """A float may be written without its point."""
+    return hint | int if hint in (float, float | None) else hint

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from typing import Any
 
 import pytest
+import typer
+from rich.text import Text
 from typer.testing import CliRunner
 
 from pdserve.cli import app
@@ -33,3 +36,37 @@ def test_a_benchmark_that_cannot_run_is_one_line(
     assert result.exit_code == 1
     assert words in result.output
     assert result.output.count("\n") == 1
+
+
+MODULES = (
+    "gateway.__main__",
+    "router.__main__",
+    "prefill_service.__main__",
+    "decode_service.__main__",
+    "worker.drain_command",
+    "bench.serve.__main__",
+)
+
+
+def _commands() -> dict[str, Any]:
+    """Every command line of the project, by what it is a part of."""
+    root: Any = typer.main.get_command(app)
+    commands = dict(root.commands)
+    for module in MODULES:
+        service = typer.Typer()
+        service.command()(importlib.import_module(module).main)
+        commands[module] = typer.main.get_command(service)
+    return commands
+
+
+@pytest.mark.parametrize("name", sorted(_commands()))
+def test_help_texts_hold_no_markup(name: str) -> None:
+    """What is in brackets would be taken for a style by the help's renderer, and vanish: it eats "[default: 32]"."""
+    texts = [getattr(parameter, "help", None) or "" for parameter in _commands()[name].params]
+    assert [text for text in texts if Text.from_markup(text).plain != text] == []
+
+
+def test_help_says_which_default_a_flag_has_that_is_left_out() -> None:
+    output = " ".join(CliRunner().invoke(app, ["up", "--help"], env={"COLUMNS": "400"}).output.split())
+    for default in ("1 GiB; GPU: what memory is left", "prefix_aware", "--port + 1", "smollm2-135m-instruct"):
+        assert f"[default: ({default})]" in output

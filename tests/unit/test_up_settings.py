@@ -24,7 +24,7 @@ def test_flags_and_settings_have_the_same_names_and_defaults() -> None:
 
 def test_yaml_with_flags_on_top(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
-    path.write_text("prefill: 2\nserved-model-name: mine\nstart_timeout_s: 20\nport: 9000\n")
+    path.write_text("prefill: 2\nserved-model-name: mine\nstart_timeout_s: 20\nport: 9000\nmax_queue_s: 5\n")
     settings = load_settings(path, {"port": 9001})
     assert (settings.prefill, settings.served_model_name, settings.start_timeout_s, settings.port) == (
         2,
@@ -32,6 +32,7 @@ def test_yaml_with_flags_on_top(tmp_path: Path) -> None:
         20,
         9001,
     )
+    assert settings.max_queue_s == 5
     assert settings.num_engines == 3
     assert load_settings(None, {"aggregated": True}).num_engines == 1
 
