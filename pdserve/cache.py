@@ -27,7 +27,9 @@ def runs_dir() -> Path:
 
 def note_cluster(logs: Path, redis_url: str) -> None:
     """A cluster starts; ``running_clusters`` finds it."""
-    (logs / _REDIS_URL).write_text(redis_url)
+    path = logs / _REDIS_URL
+    path.touch(mode=0o600)  # the URL may hold a password
+    path.write_text(redis_url)
 
 
 def forget_cluster(logs: Path) -> None:

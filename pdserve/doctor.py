@@ -20,9 +20,11 @@ from pathlib import Path
 from pdserve.cache import cache_dir
 from pdserve.model_store import NEEDED_BYTES, default_model_path
 from pdserve.redis_server import RedisMissingError, redis_binary
+from pdserve.redis_url import without_password
 from pdserve.up.devices import count_gpus
 from pdserve.up.errors import UpError
-from pdserve.up.preflight import available_bytes, check_platform, check_port, check_redis
+from pdserve.up.preflight import available_bytes, check_platform, check_port
+from pdserve.up.user_redis import check_redis
 
 _PACKAGES = ("grpc", "zmq", "msgspec", "fastapi", "uvicorn", "redis", "safetensors", "transformers", "xxhash")
 _MIN_MEMORY_BYTES = 4 << 30
@@ -152,10 +154,11 @@ def _transport_ucx() -> Finding:
 def _redis(url: str | None) -> Finding:
     if url is not None:
         try:
-            check_redis(url)
+            workers = check_redis(url)
         except UpError as error:
-            return Finding("Redis", False, url, str(error))
-        return Finding("Redis", True, f"{url} takes connections")
+            return Finding("Redis", False, without_password(url), str(error))
+        registered = f"workers registered: {', '.join(workers)}" if workers else "no worker is registered"
+        return Finding("Redis", True, f"{without_password(url)} answers; {registered}")
     try:
         binary = redis_binary()
         version = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=5, check=True).stdout

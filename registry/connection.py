@@ -17,6 +17,8 @@ from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from pdserve.redis_url import without_password
+
 CALL_TIMEOUT_S = 1.0
 MAX_CONNECTIONS = 8
 
@@ -62,13 +64,6 @@ class Connection:
 
     async def close(self) -> None:
         await self.redis.aclose()
-
-
-def without_password(url: str) -> str:
-    """For logs."""
-    scheme, found, rest = url.partition("://")
-    _, at, host = rest.rpartition("@")
-    return f"{scheme}{found}***@{host}" if at else url
 
 
 def _raise_if_cancelled() -> None:

@@ -94,9 +94,10 @@ def python_argv(module: str, *flags: str) -> list[str]:
 
 
 def last_words(log: Path) -> str:
-    """Why a process that has just ended could not go on, by its log: the last reason that it gave, else its last line
-    that is no event. Empty when it said nothing."""
+    """Why a process that has just ended could not go on, or one that is late is not ready, by its log: the last reason
+    that it gave, else its last line that is no event, else its last warning. Empty when it said nothing."""
     reasons: list[str] = []
+    warnings: list[str] = []
     text: list[str] = []
     lines = log.read_bytes()[-_LAST_WORDS_BYTES:].decode(errors="replace").splitlines() if log.exists() else []
     for line in lines:
@@ -105,11 +106,17 @@ def last_words(log: Path) -> str:
         except ValueError:
             text.append(line.strip())
             continue
-        if isinstance(event, dict) and isinstance(reason := event.get("reason"), str):
+        if not isinstance(event, dict):
+            continue
+        if isinstance(reason := event.get("reason"), str):
             reasons.append(reason.strip())
+        if event.get("level") in ("warning", "error"):
+            warnings.append(": ".join(str(event[key]) for key in ("event", "error") if key in event))
     if reasons:
         return reasons[-1]
     last = next((line for line in reversed(text) if line), "")
+    if not last and warnings:
+        return warnings[-1]
     if last.startswith("╰"):  # a wrong flag, as typer draws it
         return " ".join(line.strip("│ ") for line in text if line.startswith("│"))
     return last

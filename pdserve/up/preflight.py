@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import psutil
 
@@ -88,21 +87,6 @@ def available_bytes() -> int:
     if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
         available = min(available, int(text) - int(used.read_text()))
     return available
-
-
-def check_redis(url: str) -> None:
-    """The user's Redis takes connections."""
-    parts = urlsplit(url)
-    try:
-        if parts.scheme == "unix":
-            with socket.socket(socket.AF_UNIX) as sock:
-                sock.settimeout(2.0)
-                sock.connect(parts.path)
-        else:
-            socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 6379), timeout=2.0).close()
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise UpError(f"no Redis at {url} ({reason}): start it, or leave out --redis to get one") from error
 
 
 def make_directories() -> Directories:

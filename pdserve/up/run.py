@@ -21,9 +21,10 @@ from pdserve.model_store import ModelUnavailableError, resolve_model
 from pdserve.redis_server import RedisMissingError, redis_binary
 from pdserve.up.errors import UpError
 from pdserve.up.plan import plan_cluster, reachable_host, redis_url_of, served_model_name
-from pdserve.up.preflight import check_memory, check_platform, check_port, check_redis, make_directories
+from pdserve.up.preflight import check_memory, check_platform, check_port, make_directories
 from pdserve.up.settings import UpSettings
 from pdserve.up.supervisor import Supervisor
+from pdserve.up.user_redis import check_is_ours
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,7 +38,7 @@ def up(settings: UpSettings) -> int:
         check_port(settings.host, settings.port)
         check_port(settings.host, settings.sdk_port, "--grpc-port")
         if settings.redis is not None:
-            check_redis(settings.redis)
+            check_is_ours(settings.redis)
         binary = redis_binary() if settings.redis is None else None
         dirs = make_directories()
         try:

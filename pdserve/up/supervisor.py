@@ -68,7 +68,8 @@ class Supervisor:
         late = [spec for spec in self._specs if not self._ready[spec.name].is_set()]
         if late:
             logs = ", ".join(f"{spec.name} ({spec.log})" for spec in late)
-            raise UpError(f"not ready within {timeout_s:.0f} s: {logs}; read the log or raise --start-timeout-s")
+            why = next((f", which says: {words}" for spec in late if (words := last_words(spec.log))), "")
+            raise UpError(f"not ready within {timeout_s:.0f} s: {logs}{why}; read the log or raise --start-timeout-s")
         self._started = True
 
     async def stop(self) -> int:

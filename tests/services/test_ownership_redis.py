@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import redis
 
+from pdserve.redis_url import without_password
 from registry import RegistryUnavailable, WorkerRegistry
-from registry.connection import without_password
 from registry.kv_events import Batch, Cleared, Event, Removed, Stored, join
 from registry.ownership import STREAM_LENGTH, Ownership, Verdict
 from tests.services.processes import REDIS_SERVERS, RedisProcess, running_redis

@@ -85,15 +85,6 @@ def test_an_unwritable_cache_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_pa
         preflight.make_directories()
 
 
-def test_an_absent_redis_is_one_line(tmp_path: Path) -> None:
-    (port,) = free_ports(1)
-    for url in (f"redis://127.0.0.1:{port}/0", f"unix://{tmp_path}/none.sock"):
-        with pytest.raises(UpError, match="no Redis at"):
-            preflight.check_redis(url)
-    with socket.create_server(("127.0.0.1", port)):
-        preflight.check_redis(f"redis://127.0.0.1:{port}/0")
-
-
 def test_free_ports_differ() -> None:
     ports = free_ports(20)
     assert len(set(ports)) == 20
@@ -165,6 +156,8 @@ def test_a_running_cluster_is_found_by_its_redis(monkeypatch: pytest.MonkeyPatch
     dirs = preflight.make_directories()
     note_cluster(dirs.logs, redis_url_of(UpSettings(redis="redis://somewhere:6379"), dirs))
     assert running_clusters() == ["redis://somewhere:6379"]
+    (noted,) = dirs.logs.glob("redis.url")
+    assert stat.S_IMODE(noted.stat().st_mode) == 0o600, "it may hold a password"
     dead = subprocess.Popen(["true"])
     dead.wait(timeout=10)
     (gone := tmp_path / "runs" / f"20200101-000000-{dead.pid}").mkdir()

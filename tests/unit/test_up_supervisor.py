@@ -30,6 +30,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
+SLOW = "import time; print('I wait', flush=True); time.sleep(60)"
+
 
 def server(name: str, tmp_path: Path) -> ChildSpec:
     (port,) = free_ports(1)
@@ -89,9 +91,9 @@ async def test_a_program_that_is_not_there_ends_the_start_too(tmp_path: Path) ->
 
 
 async def test_a_child_that_is_never_ready_is_named(tmp_path: Path) -> None:
-    supervisor = Supervisor([server("fine", tmp_path), script("slow", tmp_path, "import time; time.sleep(60)")])
+    supervisor = Supervisor([server("fine", tmp_path), script("slow", tmp_path, SLOW)])
     try:
-        with pytest.raises(UpError, match=r"not ready within 6 s: slow \(.*slow\.log\)"):
+        with pytest.raises(UpError, match=r"not ready within 6 s: slow \(.*slow\.log\), which says: I wait; read"):
             await supervisor.start(timeout_s=6)
     finally:
         await supervisor.stop()
@@ -182,6 +184,11 @@ async def test_our_redis_starts_and_answers(tmp_path: Path) -> None:
         ("╭─ Traceback ─╮\n│ at line 5  │\n╰────────────╯\nException: no such thing\n", "Exception: no such thing"),
         ("Traceback (most recent call last):\n  File\nValueError: no\n\n", "ValueError: no"),
         ('{"reason": 5}\n[1]\n', ""),
+        (
+            '{"event": "a", "level": "info"}\n{"event": "no Redis", "error": "gone", "level": "warning"}\n',
+            "no Redis: gone",
+        ),
+        ('{"event": "x", "level": "error"}\n{"event": "stopped", "level": "info"}\n', "x"),
     ],
 )
 def test_the_last_words_of_a_process(tmp_path: Path, log: str, words: str) -> None:
