@@ -3,7 +3,7 @@
 POST /v1/chat/completions  chat.py          GET /health   503 while no request could be served
 POST /v1/completions       completions.py   GET /live     the event loop turns
 GET  /v1/models[/{id}]     here             GET /metrics  Prometheus
-POST /tokenize /detokenize tokenize.py      GET /debug/requests/{x-request-id}  records.py
+POST /tokenize /detokenize tokenize.py      GET /debug/requests[/{id}]  records.py
 """
 
 from __future__ import annotations
@@ -134,14 +134,18 @@ def _add_operator_routes(app: FastAPI, gateway: Gateway, registry: CollectorRegi
     async def get_metrics() -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
+    @app.get("/debug/requests")
+    async def get_request_records() -> Response:
+        return JsonResponse({"requests": [record.summary() for record in gateway.recent.newest_first()]})
+
     @app.get("/debug/requests/{request_id:path}")
     async def get_request_record(request_id: str) -> Response:
         record = gateway.recent.get(request_id)
         if record is None:
             raise GatewayError(
                 404,
-                f"no recent request has the x-request-id {request_id!r}; the last {gateway.config.recent_requests} "
-                "are kept",
+                f"no recent request has the x-request-id or answer id {request_id!r}: /debug/requests lists the last "
+                f"{gateway.config.recent_requests}, which are kept",
                 code="not_found",
             )
         return JsonResponse(record.view())

@@ -81,22 +81,32 @@ class RequestRecord:
             total_s = ttft_s
         return phases | {"rest_s": ttft_s - total_s}
 
-    def view(self) -> dict[str, Any]:
-        """As /debug/requests shows it."""
+    @property
+    def e2e_s(self) -> float | None:
+        return None if self.ended_s is None else self.ended_s - self.received_s
+
+    def summary(self) -> dict[str, Any]:
+        """As the list /debug/requests shows it."""
         return {
             "request_id": self.request_id,
             "response_id": self.response_id,
             "endpoint": self.endpoint,
             "outcome": self.outcome,
-            "phases": self.phases(),
+            "age_s": time.monotonic() - self.received_s,
             "ttft_s": self.ttft_s,
-            "e2e_s": None if self.ended_s is None else self.ended_s - self.received_s,
+            "e2e_s": self.e2e_s,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
-            "sent_kv_tokens": self.sent_kv_tokens,
             "output_tokens": self.output_tokens,
-            "choices": self.num_choices,
             "resumes": self.resumes,
+        }
+
+    def view(self) -> dict[str, Any]:
+        """As /debug/requests/{id} shows it."""
+        return self.summary() | {
+            "phases": self.phases(),
+            "sent_kv_tokens": self.sent_kv_tokens,
+            "choices": self.num_choices,
             "trace_id": self.traceparent.split("-")[1] if self.traceparent else "",
             "transfer": None if self.transfer is None else _transfer_view(self.transfer),
             "router": "" if self.route is None else self.route.router,
@@ -136,5 +146,11 @@ class RecentRequests:
         while len(self._records) > self._limit:
             self._records.popitem(last=False)
 
-    def get(self, request_id: str) -> RequestRecord | None:
-        return self._records.get(request_id)
+    def get(self, request_or_response_id: str) -> RequestRecord | None:
+        """By its x-request-id, or by the ``id`` of its answer, which is what most clients show."""
+        if (found := self._records.get(request_or_response_id)) is not None:
+            return found
+        return next((each for each in self._records.values() if each.response_id == request_or_response_id), None)
+
+    def newest_first(self) -> list[RequestRecord]:
+        return list(reversed(self._records.values()))

@@ -291,6 +291,7 @@ class Call:
     def _close_record(self, choices: Sequence[Choice], outcome: str) -> None:
         record, metrics, name = self._record, self.gateway.metrics, self.gateway.model.name
         record.ended_s = time.monotonic()
+        e2e_s = record.ended_s - record.received_s
         record.outcome = outcome
         record.output_tokens = sum(choice.decoder.num_tokens for choice in choices)
         record.cached_tokens = cached_tokens(choices)
@@ -304,9 +305,17 @@ class Call:
             error = "" if outcome in ("stop", "length") else outcome
             self._span.end(error, output_tokens=record.output_tokens, cached_tokens=record.cached_tokens)
         if outcome not in ("stop", "length"):
-            log.info("request ended", request_id=record.request_id, outcome=outcome)
+            ttft_s = None if record.ttft_s is None else round(record.ttft_s, 3)
+            log.info(
+                "request ended",
+                request_id=record.request_id,
+                outcome=outcome,
+                ttft_s=ttft_s,
+                e2e_s=round(e2e_s, 3),
+                prompt_tokens=record.prompt_tokens,
+                output_tokens=record.output_tokens,
+            )
             return
-        e2e_s = record.ended_s - record.received_s
         metrics.e2e_latency.labels(name).observe(e2e_s)
         metrics.request_prompt_tokens.labels(name).observe(record.prompt_tokens)
         metrics.request_generation_tokens.labels(name).observe(record.output_tokens)

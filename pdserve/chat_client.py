@@ -47,11 +47,18 @@ class ChatClient:
         return str((await self._get("/v1/models"))["data"][0]["id"])
 
     async def times(self, request_id: str) -> dict[str, Any]:
-        """Where the time of a request went (see ``up.timing``).
+        """Where the time of a request went (see ``up.timing``), by its x-request-id or its answer's id.
 
         Raises: ChatError.
         """
         return await self._get(f"/debug/requests/{quote(request_id, safe='')}")
+
+    async def recent(self) -> list[dict[str, Any]]:
+        """The requests that the gateway remembers, newest first.
+
+        Raises: ChatError.
+        """
+        return list((await self._get("/debug/requests"))["requests"])
 
     async def stream(
         self, model: str, messages: list[dict[str, str]], max_tokens: int, **options: float

@@ -126,13 +126,17 @@ def chat(
 
 @app.command()
 def trace(
-    request_id: Annotated[str, typer.Argument(help="The x-request-id of the answer.")],
+    request_id: Annotated[
+        str | None, typer.Argument(help="The x-request-id or the id of the answer.", show_default="list the last ones")
+    ] = None,
     url: Annotated[str, typer.Option(help="Of the HTTP API.")] = "http://127.0.0.1:8000",
+    slowest: Annotated[bool, typer.Option("--slowest", help="List those that waited longest for a token.")] = False,
 ) -> None:
-    """Draw where one recent request's time went, over all processes."""
+    """Draw where one recent request's time went, over all processes; or list the recent requests."""
+    from pdserve.trace import list_recent
     from pdserve.trace import trace as run_trace
 
-    raise typer.Exit(run_trace(url, request_id))
+    raise typer.Exit(list_recent(url, slowest) if request_id is None else run_trace(url, request_id))
 
 
 @app.command()

@@ -1,4 +1,5 @@
-"""``pdserve trace``: one request's phases, and which process did what when, from the gateway's record of it.
+"""``pdserve trace``: one request's phases, and which process did what when, from the gateway's record of it; without an
+id, a list of the last requests to choose from.
 
 The record holds durations of several clocks, so where a process's bar begins is inferred from the order of things: a
 phase begins where the one before it ends. The exact picture, each span on its process's own clock, is the
@@ -18,6 +19,7 @@ from rich.text import Text
 from pdserve.chat_client import ChatClient, ChatError
 from pdserve.up.timing import RequestTimes, bar, draw, ms
 
+LISTED = 20
 _COLOURS = {"gateway": "cyan", "router": "blue", "prefill": "green", "decode": "magenta"}
 
 
@@ -46,6 +48,51 @@ def trace(url: str, request_id: str) -> int:
         console.print(draw(RequestTimes.from_json(record)))
     console.print(draw_processes(record), soft_wrap=True)
     return 0
+
+
+def list_recent(url: str, slowest: bool) -> int:
+    """Print the last requests, newest or slowest to their first token first; the exit status."""
+    try:
+        recent = asyncio.run(_recent(url))
+    except ChatError as error:
+        print(f"pdserve: {error}", file=sys.stderr)
+        return 1
+    if slowest:
+        recent.sort(key=lambda record: -_waited_s(record))
+    console = Console(highlight=False)
+    console.print(draw_list(recent[:LISTED]), soft_wrap=True)
+    if len(recent) > LISTED:
+        console.print(f"{LISTED} of the {len(recent)} requests that the gateway remembers")
+    return 0
+
+
+def _waited_s(record: dict[str, Any]) -> float:
+    """For the first token, or for none."""
+    return float(next((record[name] for name in ("ttft_s", "e2e_s", "age_s") if record[name] is not None), 0.0))
+
+
+def draw_list(records: list[dict[str, Any]]) -> Text:
+    """One line a request."""
+    if not records:
+        return Text("The gateway remembers no request.")
+    text = Text(
+        f"{'first token':>12}{'whole':>12}{'in':>8}{'cached':>8}{'out':>7}  {'ended':<18}{'began':>9}  x-request-id\n"
+    )
+    lines = [
+        f"{_ms(record['ttft_s']):>12}{_ms(record['e2e_s']):>12}{record['prompt_tokens']:>8}{record['cached_tokens']:>8}"
+        f"{record['output_tokens']:>7}  {record['outcome']:<18}{record['age_s']:>7.0f} s  {record['request_id']}"
+        for record in records
+    ]
+    return text.append("\n".join(lines))
+
+
+def _ms(duration_s: float | None) -> str:
+    return "-" if duration_s is None else ms(duration_s)
+
+
+async def _recent(url: str) -> list[dict[str, Any]]:
+    async with ChatClient(url) as client:
+        return await client.recent()
 
 
 async def _record(url: str, request_id: str) -> dict[str, Any]:

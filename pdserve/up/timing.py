@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -52,19 +53,14 @@ class RequestTimes:
         )
 
     @property
-    def rest_share(self) -> float:
-        """The unaccounted part of the time to the first token, 0 to 1."""
-        return abs(self.phases["rest_s"]) / self.ttft_s if self.ttft_s > 0 else 0.0
-
-    @property
     def tokens_per_s(self) -> float:
         """Output tokens per second after the first one."""
         decode_s = self.e2e_s - self.ttft_s
         return (self.output_tokens - 1) / decode_s if decode_s > 0 and self.output_tokens > 1 else 0.0
 
 
-def draw(times: RequestTimes) -> Table:
-    """The drawing, for a rich console."""
+def draw(times: RequestTimes) -> Group:
+    """The drawing, for a rich console, and the numbers that are not phases below it."""
     table = Table(box=None, padding=(0, 1), show_header=False, title_justify="left")
     table.title = f"Time to the first token: {ms(times.ttft_s)}"
     table.add_column(justify="right", no_wrap=True)
@@ -77,9 +73,7 @@ def draw(times: RequestTimes) -> Table:
         cells = bar(begin_s, duration_s, times.ttft_s)
         table.add_row(label, Text(cells, style=colour), ms(duration_s), f"{_share(duration_s, times.ttft_s):.1%}")
         begin_s += max(duration_s, 0.0)
-    table.caption = summary(times)
-    table.caption_justify = "left"
-    return table
+    return Group(table, Text(summary(times)))
 
 
 def bar(begin_s: float, duration_s: float, whole_s: float) -> str:
@@ -95,8 +89,7 @@ def summary(times: RequestTimes) -> str:
     """The numbers that are not phases, in one line."""
     return (
         f"{times.output_tokens} tokens in {times.e2e_s:.2f} s, {times.tokens_per_s:.1f} tokens/s after the first; "
-        f"KV of {times.sent_kv_tokens} tokens handed off, {times.cached_tokens} cached; "
-        f"rest {times.rest_share:.1%} of the time to the first token"
+        f"KV of {times.sent_kv_tokens} tokens handed off, {times.cached_tokens} cached"
     )
 
 

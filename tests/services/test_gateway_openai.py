@@ -385,6 +385,12 @@ async def test_request_id_and_where_the_time_went(http: httpx.AsyncClient, route
     assert record["output_tokens"] == response.json()["usage"]["completion_tokens"]
     assert record["sent_kv_tokens"] == record["prompt_tokens"]
     assert record["outcome"] == "stop"
+    assert (await http.get(f"/debug/requests/{record['response_id']}")).json()["request_id"] == "mine-1"
+    await http.post("/v1/chat/completions", json=body, headers={"x-request-id": "mine-2"})
+    listed = (await http.get("/debug/requests")).json()["requests"]
+    assert [each["request_id"] for each in listed] == ["mine-2", "mine-1"]
+    shown = set(listed[1]) - {"age_s"}
+    assert {name: listed[1][name] for name in shown} == {name: record[name] for name in shown}
     missing = await http.get("/debug/requests/nobody")
     assert missing.status_code == 404
     generated = (await http.get("/live")).headers["x-request-id"]

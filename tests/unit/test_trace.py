@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pdserve.trace import bars_of, draw_processes
+from pdserve.trace import bars_of, draw_list, draw_processes, list_recent
 
 
 def record(**changes: Any) -> dict[str, Any]:
@@ -68,3 +68,37 @@ def test_a_request_that_never_reached_a_worker_is_drawn_too() -> None:
     Console(file=out, width=120).print(draw_processes(refused))
     assert "Processes: 200.0 ms in all" in out.getvalue()
     assert "not traced" in out.getvalue()
+
+
+def listed(request_id: str, ttft_s: float | None, **changes: Any) -> dict[str, Any]:
+    return {
+        "request_id": request_id,
+        "outcome": "stop",
+        "age_s": 3.0,
+        "ttft_s": ttft_s,
+        "e2e_s": None if ttft_s is None else ttft_s + 1,
+        "prompt_tokens": 10,
+        "cached_tokens": 0,
+        "output_tokens": 5,
+    } | changes
+
+
+def test_requests_are_listed_also_those_that_still_wait() -> None:
+    text = draw_list([listed("a", 0.25), listed("b", None, outcome="running")]).plain.splitlines()
+    assert [line.split()[-1] for line in text] == ["x-request-id", "a", "b"]
+    assert text[1].split()[:4] == ["250.0", "ms", "1250.0", "ms"]
+    assert text[2].split()[:2] == ["-", "-"]
+    assert "no request" in draw_list([]).plain
+
+
+def test_the_slowest_come_first_and_a_waiting_one_counts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def recent(url: str) -> list[dict[str, Any]]:
+        return [listed("quick", 0.1), listed("waits", None, age_s=9.0), listed("slow", 5.0)]
+
+    monkeypatch.setattr("pdserve.trace._recent", recent)
+    assert list_recent("http://x", slowest=True) == 0
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[1:]] == ["waits", "slow", "quick"]
+    assert list_recent("http://x", slowest=False) == 0
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[1:]] == ["quick", "waits", "slow"]
