@@ -7,7 +7,6 @@ import resource
 import socket
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated
 
 import structlog
@@ -18,7 +17,7 @@ from gateway.config import GatewayConfig
 from gateway.model import load_model
 from gateway.processes import run_processes
 from gateway.server import CLOSE_S, GatewayServer
-from pdserve.model_store import ModelUnavailableError, resolve_model
+from pdserve.model_store import ModelUnavailableError, name_in_api, resolve_model
 from telemetry import logs
 
 BACKLOG = 2048
@@ -32,7 +31,9 @@ log = structlog.get_logger()
 def main(
     model: Annotated[str, typer.Option(help="Model directory or name.")],
     router: Annotated[str, typer.Option(help="HOST:PORT of each router, with commas between them.")],
-    served_model_name: Annotated[str | None, typer.Option(help="The name that clients use.")] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="The name that clients use.", show_default="the hub name, or the directory's")
+    ] = None,
     host: Annotated[str, typer.Option()] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one; the ready line names it.")] = 8000,
     grpc_port: Annotated[int | None, typer.Option(help="Of the SDK's service.", show_default="--port + 1")] = None,
@@ -70,7 +71,7 @@ def main(
     try:
         config = GatewayConfig(
             model=model,
-            served_model_name=served_model_name or Path(model).name,
+            served_model_name=served_model_name or name_in_api(model),
             routers=tuple(address.strip() for address in router.split(",") if address.strip()),
             host=host,
             port=port,

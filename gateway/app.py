@@ -4,6 +4,7 @@ POST /v1/chat/completions  chat.py          GET /health   503 while no request c
 POST /v1/completions       completions.py   GET /live     the event loop turns
 GET  /v1/models[/{id}]     here             GET /metrics  Prometheus
 POST /tokenize /detokenize tokenize.py      GET /debug/requests[/{id}]  records.py
+                                            GET /version  of pdserve
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ from gateway.routers import RouterPool
 from gateway.serving import Gateway
 from gateway.text import TextWorker
 from gateway.tokenize import detokenize, tokenize
-from pdserve import tls
+from pdserve import __version__, tls
+from pdserve.address import join_address
 from telemetry.metrics import GatewayMetrics
 from telemetry.tracing import start_tracer
 
-SERVED = "/v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health, /live, /metrics"
+SERVED = "/v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health, /live, /metrics, /version"
 WORKING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"})
 
 
@@ -51,7 +53,9 @@ def create_app(config: GatewayConfig, model: ServedModel) -> FastAPI:
         metrics=metrics,
         recent=RecentRequests(config.recent_requests),
         admission=Admission(config.max_requests, metrics.open_requests.set),
-        tracer=start_tracer("gateway", f"{config.host}:{config.port}", config.otlp_endpoint, config.trace_sample_ratio),
+        tracer=start_tracer(
+            "gateway", join_address(config.host, config.port), config.otlp_endpoint, config.trace_sample_ratio
+        ),
     )
 
     @asynccontextmanager
@@ -129,6 +133,10 @@ def _add_operator_routes(app: FastAPI, gateway: Gateway, registry: CollectorRegi
     @app.api_route("/live", methods=["GET", "HEAD"])
     async def get_live() -> Response:
         return JsonResponse({"status": "live"})
+
+    @app.get("/version")
+    async def get_version() -> Response:
+        return JsonResponse({"version": __version__})
 
     @app.get("/metrics")
     async def get_metrics() -> Response:

@@ -90,8 +90,8 @@ def context_length_exceeded(max_model_len: int, prompt_tokens: int, max_tokens: 
 def prompt_too_long(max_model_len: int, least_tokens: int, param: str) -> GatewayError:
     """The prompt alone is more than the model takes, and so long that nobody counts exactly."""
     return invalid(
-        f"This model's maximum context length is {max_model_len} tokens. However, the {param} has at least "
-        f"{least_tokens} tokens. Please reduce the length of the {param}.",
+        f"This model's maximum context length is {max_model_len} tokens. However, there are at least "
+        f"{least_tokens} tokens in the {param}. Please reduce the length of the {param}.",
         param,
         "context_length_exceeded",
     )

@@ -130,6 +130,7 @@ class ContentPart(StrictModel):
 
 class ChatMessage(StrictModel):
     NEUTRAL: ClassVar[Neutral] = {
+        "annotations": (None, []),
         "audio": (None,),
         "function_call": (None,),
         "tool_calls": (None, []),

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdserve import health
+from pdserve.address import join_address
 from pdserve.tls import SERVER_NAME, Tls
 from pdserve.v1 import gateway_pb2, gateway_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 
@@ -77,7 +78,7 @@ async def serve(
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     try:
-        at = f"{host}:{port}"
+        at = join_address(host, port)
         bound_port = server.add_secure_port(at, tls.server_credentials()) if tls else server.add_insecure_port(at)
     except RuntimeError as error:
         raise OSError(f"cannot listen on {host}:{port}; free the port or choose another with --port") from error

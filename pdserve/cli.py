@@ -14,9 +14,10 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from pdserve import __version__
+
 app = typer.Typer(
     name="pdserve",
-    help="Serve language models with prefill and decode on separate workers.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -28,6 +29,21 @@ _BENCH_NEEDS = {
     "kernels": ("triton", "it measures a CUDA GPU's kernels, and comes with torch's CUDA build"),
 }
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"pdserve {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """Serve language models with prefill and decode on separate workers."""
 
 
 @app.command()

@@ -61,6 +61,14 @@ def resolve_model(name_or_dir: str | None) -> Path:
     )
 
 
+def name_in_api(name_or_dir: str | None) -> str:
+    """The name of that model that clients use, where none is given: the hub name, or the directory's name."""
+    if name_or_dir is None or name_or_dir.lower() == DEFAULT_MODEL_NAME:
+        return DEFAULT_MODEL_NAME
+    directory = Path(name_or_dir).expanduser()
+    return directory.resolve().name if directory.is_dir() else name_or_dir
+
+
 def prepare_default_model(on_progress: Callable[[int, int], None] | None = None) -> Path:
     """The default model's directory, converted now if it is not there yet (some seconds, once).
 

@@ -13,6 +13,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from pdserve import tls
+from pdserve.address import join_address
 from pdserve.channel import serve
 from pdserve.identity import new_identity
 from pdserve.session_server import SessionServer
@@ -81,7 +82,7 @@ class Router:
             is_ready=lambda: self._service.not_ready() is None,
             tls=self._tls,
         )
-        self._sessions.identity.address = f"{config.host}:{self.port}"
+        self._sessions.identity.address = join_address(config.host, self.port)
         self._tasks = [asyncio.create_task(self.workers.run(), name="workers")]
         if self._follows:
             self._tasks.append(asyncio.create_task(self.feed.run(), name="ownership"))

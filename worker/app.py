@@ -33,6 +33,7 @@ from engine.messages import (
     StepOutputs,
 )
 from pdserve import tls
+from pdserve.address import join_address
 from pdserve.channel import Servicer, serve
 from pdserve.identity import new_identity
 from pdserve.session_server import SessionServer
@@ -118,7 +119,7 @@ class WorkerApp:
         except OSError as error:
             log.error("cannot_listen", reason=str(error), remedy="use another --port or --metrics-port")
             return 1
-        self._identity.address = f"{config.reachable_host}:{self._ports['port']}"
+        self._identity.address = join_address(config.reachable_host, self._ports["port"])
         engine = asyncio.create_task(self._supervisor.run(self._launch()), name="engine")
         known = {  # what makes it known, and to be chosen
             asyncio.create_task(self._registration.run(), name="registration"),

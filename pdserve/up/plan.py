@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from pdserve.model_store import name_in_api
 from pdserve.redis_server import redis_argv
 from pdserve.up.child import ChildSpec, python_argv
 from pdserve.up.devices import assign_devices, count_gpus, memory_parts
@@ -80,7 +81,7 @@ def plan_cluster(settings: UpSettings, model: Path, redis_binary: Path | None, d
         *_optional("--max-queue-s", settings.max_queue_s),
         *_optional("--local-prefill-tokens", settings.local_prefill_tokens),
     )
-    gateway = python_argv("gateway", "--model", str(model), "--served-model-name", served_model_name(settings, model))
+    gateway = python_argv("gateway", "--model", str(model), "--served-model-name", served_model_name(settings))
     gateway += ["--host", settings.host, "--port", str(settings.port), "--router", f"{LOCALHOST}:{router_port}"]
     gateway += ["--grpc-port", str(settings.sdk_port), *_DRAIN]
     gateway += _optional("--max-model-len", settings.max_model_len)
@@ -95,13 +96,9 @@ def redis_url_of(settings: UpSettings, dirs: Directories) -> str:
     return settings.redis or f"unix://{dirs.runtime / REDIS_SOCKET_NAME}"
 
 
-def served_model_name(settings: UpSettings, model: Path) -> str:
-    """The name that clients use: the one asked for, the hub name, or the directory's."""
-    if settings.served_model_name:
-        return settings.served_model_name
-    if settings.model is None:
-        return "smollm2-135m-instruct"
-    return settings.model if not Path(settings.model).expanduser().is_dir() else model.name
+def served_model_name(settings: UpSettings) -> str:
+    """The name that clients use."""
+    return settings.served_model_name or name_in_api(settings.model)
 
 
 def reachable_host(host: str) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdserve.address import join_address
 from pdserve.cache import cache_dir, forget_cluster, note_cluster
 from pdserve.model_store import ModelUnavailableError, resolve_model
 from pdserve.redis_server import RedisMissingError, redis_binary
@@ -68,8 +69,8 @@ class _Run:
 
     def __init__(self, settings: UpSettings, model: Path, logs: Path, supervisor: Supervisor, begin_s: float) -> None:
         self._settings = settings
-        self._name = served_model_name(settings, model)
-        self._url = f"http://{reachable_host(settings.host)}:{settings.port}"
+        self._name = served_model_name(settings)
+        self._url = f"http://{join_address(reachable_host(settings.host), settings.port)}"
         self._logs = logs
         self._supervisor = supervisor
         self._begin_s = begin_s
@@ -120,7 +121,8 @@ class _Run:
         body = f'{{"model": "{self._name}", "messages": [{{"role": "user", "content": "Hello!"}}], "stream": true}}'
         print(f"\nServing {self._name} at {self._url}/v1 (logs: {self._logs})\n")
         print(f"  curl -N {self._url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n")
-        print(f'  pdserve.Client("{reachable_host(self._settings.host)}:{self._settings.sdk_port}")  # in Python\n')
+        sdk = join_address(reachable_host(self._settings.host), self._settings.sdk_port)
+        print(f'  pdserve.Client("{sdk}")  # in Python\n')
         print("Ctrl-C stops everything.", flush=True)
 
     async def _stop(self, stopped: asyncio.Event) -> int:

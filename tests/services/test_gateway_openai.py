@@ -14,6 +14,7 @@ import openai
 import pytest
 import pytest_asyncio
 
+import pdserve
 from gateway.model import ServedModel
 from pdserve.model_store import prepare_default_model
 from pdserve.v1 import inference_pb2 as pb
@@ -403,6 +404,10 @@ async def test_a_long_prompt_goes_through_a_thread(client: openai.AsyncOpenAI, r
     text = "word " * 5000
     await client.completions.create(model=MODEL_NAME, prompt=text)
     assert len(router.requests[0].prompt_token_ids) > 4999
+
+
+async def test_the_version_that_answers(http: httpx.AsyncClient) -> None:
+    assert (await http.get("/version")).json() == {"version": pdserve.__version__}
 
 
 async def test_metrics(http: httpx.AsyncClient, client: openai.AsyncOpenAI, router: FakeRouter) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 
 import grpc
@@ -11,6 +12,7 @@ import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from pdserve.address import join_address
 from pdserve.channel import open_channel, serve
 from pdserve.v1 import gateway_pb2_grpc, inference_pb2_grpc, worker_pb2_grpc
 
@@ -70,6 +72,24 @@ async def test_watch_tells_changes(service: Service, channel: grpc.aio.Channel) 
     assert set(listed.statuses) == {"", *OURS}
     unknown = stub.Watch(health_pb2.HealthCheckRequest(service="nobody"))
     assert (await unknown.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+async def test_an_ipv6_address_works_like_any_other() -> None:
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this host has no IPv6")
+    server, port = await serve([inference_pb2_grpc.GenerationServicer()], "::1", 0)
+    try:
+        async with open_channel(join_address("::1", port)) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            assert (await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)).status == SERVING
+    finally:
+        await server.stop(None)
+    assert [join_address(host, 1) for host in ("a", "10.0.0.7", "fd00::1", "[::1]")] == [
+        "a:1",
+        "10.0.0.7:1",
+        "[fd00::1]:1",
+        "[::1]:1",
+    ]
 
 
 async def test_reflection_lists_what_is_served(channel: grpc.aio.Channel) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,3 +72,8 @@ def test_help_says_which_default_a_flag_has_that_is_left_out() -> None:
     output = " ".join(CliRunner().invoke(app, ["up", "--help"], env={"COLUMNS": "400"}).output.split())
     for default in ("1 GiB; GPU: what memory is left", "prefix_aware", "--port + 1", "smollm2-135m-instruct"):
         assert f"[default: ({default})]" in output
+
+
+def test_the_version_is_told_and_is_the_package_s() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert CliRunner().invoke(app, ["--version"]).output == f"pdserve {project['version']}\n"

@@ -125,13 +125,15 @@ def test_aggregated_with_a_redis_of_the_users(tmp_path: Path) -> None:
     assert value_of(argv["router"], "--policy") == "least_loaded"
 
 
-def test_the_name_in_the_api(tmp_path: Path) -> None:
+def test_the_name_in_the_api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = tmp_path / "my-model"
     model.mkdir()
-    assert served_model_name(UpSettings(), model) == "smollm2-135m-instruct"
-    assert served_model_name(UpSettings(model=str(model)), model) == "my-model"
-    assert served_model_name(UpSettings(model="org/name"), tmp_path / "snapshots" / "abc") == "org/name"
-    assert served_model_name(UpSettings(served_model_name="x", model="org/name"), model) == "x"
+    monkeypatch.chdir(model)
+    assert served_model_name(UpSettings()) == "smollm2-135m-instruct"
+    assert served_model_name(UpSettings(model="SmolLM2-135M-Instruct")) == "smollm2-135m-instruct"
+    assert [served_model_name(UpSettings(model=name)) for name in (str(model), f"{model}/", ".")] == ["my-model"] * 3
+    assert served_model_name(UpSettings(model="org/name")) == "org/name"
+    assert served_model_name(UpSettings(served_model_name="x", model="org/name")) == "x"
 
 
 def test_a_server_on_every_address_is_called_at_one() -> None:
