@@ -18,13 +18,14 @@ from gateway.__main__ import listening
 from gateway.app import create_app
 from gateway.config import GatewayConfig
 from gateway.model import ServedModel, load_model
+from gateway.routers import RouterPool
 from pdserve.channel import serve
 from pdserve.identity import new_identity
 from pdserve.session_server import ServerSession, SessionServer
 from pdserve.v1 import inference_pb2 as pb
 
 MODEL_NAME = "test-model"
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 @dataclass
@@ -142,8 +143,10 @@ class QuietServer(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def running_gateway(model: ServedModel, routers: Sequence[str], **settings: object) -> AsyncIterator[str]:
-    """The URL of a gateway whose sessions to all ``routers`` are up."""
+async def running_gateway(
+    model: ServedModel, routers: Sequence[str], *, num_usable: int | None = None, **settings: object
+) -> AsyncIterator[str]:
+    """The URL of a gateway whose sessions to ``num_usable`` of the routers are up and may be used; None: to all."""
     config = GatewayConfig(model="test", served_model_name=model.name, routers=tuple(routers), **settings)  # type: ignore[arg-type]
     with listening("127.0.0.1", 0) as listener:
         # Small, so that a client that does not read is noticed after kilobytes and not megabytes.
@@ -156,6 +159,8 @@ async def running_gateway(model: ServedModel, routers: Sequence[str], **settings
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             await eventually(lambda: server.started or task.done())
+            pool: RouterPool = app.state.gateway.routers
+            await eventually(lambda: len(pool.usable) == (len(routers) if num_usable is None else num_usable))
             yield f"http://{host}:{port}"
         finally:
             server.should_exit = True

@@ -32,6 +32,11 @@ class SdkGateway:
     def metric(self, name: str, *labels: str) -> float:
         return float(getattr(self.gateway.metrics, name).labels(*labels)._value.get())
 
+    async def has_taken(self, num_outputs: int) -> None:
+        """Until it has this many outputs of its only choice: it counts the times between them."""
+        between = self.gateway.metrics.inter_token_latency.labels(self.gateway.model.name)
+        await eventually(lambda: sum(bucket.get() for bucket in between._buckets) >= num_outputs - 1)
+
 
 @contextlib.asynccontextmanager
 async def sdk_gateway(

@@ -54,7 +54,7 @@ class GatewayProcess:
         self.process.send_signal(signal.SIGTERM)
 
     async def exit_status(self) -> int:
-        return await asyncio.wait_for(self.process.wait(), 20)
+        return await asyncio.wait_for(self.process.wait(), 60)
 
     async def health(self) -> tuple[int, str]:
         async with httpx.AsyncClient() as http:
@@ -62,7 +62,7 @@ class GatewayProcess:
             return response.status_code, response.text
 
     async def until_health(self, status: int, word: str = "") -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while (health := await self.health())[0] != status or word not in health[1]:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
@@ -106,7 +106,7 @@ async def test_the_way_of_a_gateway(model: ServedModel, model_dir: Path) -> None
     router = FakeRouter(text_script(model, "one two three four", pause_after=2))
     async with (
         running_router(router),
-        gateway_process(model_dir, router, "--lame-duck-s", "2") as gateway,
+        gateway_process(model_dir, router, "--lame-duck-s", "6") as gateway,
         httpx.AsyncClient(base_url=gateway.url, timeout=20) as http,
         open_channel(gateway.grpc_address) as channel,
     ):
@@ -217,7 +217,6 @@ async def test_what_a_leaving_router_hands_back_goes_to_the_next(model: ServedMo
         running_gateway(model, [leaving.address, stays.address], max_resumes=0) as url,
         httpx.AsyncClient(base_url=url, timeout=20) as http,
     ):
-        await eventually(lambda: bool(leaving.server.sessions and stays.server.sessions))
         body = {**BODY, "model": model.name}
         answer = await http.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
@@ -233,7 +232,7 @@ async def test_with_every_router_leaving_it_is_not_ready_and_waits_for_one(model
     async with (
         running_router(leaving),
         running_router(comes),
-        running_gateway(model, [leaving.address, comes.address]) as url,
+        running_gateway(model, [leaving.address, comes.address], num_usable=1) as url,
         httpx.AsyncClient(base_url=url, timeout=20) as http,
     ):
         await eventually(lambda: bool(leaving.server.sessions and comes.server.sessions))

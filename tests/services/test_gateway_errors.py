@@ -420,7 +420,7 @@ async def test_too_many_requests(model: ServedModel, router: FakeRouter) -> None
 
 async def test_no_router(model: ServedModel) -> None:
     async with (
-        running_gateway(model, ["127.0.0.1:9"], router_wait_s=0.2) as url,
+        running_gateway(model, ["127.0.0.1:9"], num_usable=0, router_wait_s=0.2) as url,
         httpx.AsyncClient(base_url=url, timeout=20) as http,
     ):
         assert (await http.get("/live")).status_code == 200

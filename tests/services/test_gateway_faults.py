@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -19,6 +20,7 @@ from pdserve.v1 import inference_pb2 as pb
 from tests.ports import free_port
 from tests.services.gateway_harness import (
     MODEL_NAME,
+    WAIT_S,
     FakeRouter,
     Script,
     load_test_model,
@@ -46,6 +48,18 @@ async def routers(model: ServedModel) -> AsyncIterator[list[FakeRouter]]:
 
 async def metrics(http: httpx.AsyncClient) -> str:
     return (await http.get("/metrics")).text
+
+
+async def has_taken(http: httpx.AsyncClient, num_outputs: int, choices: int = 1) -> None:
+    """Until the gateway has this many outputs of each choice: it counts the times between those of one."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            found = re.search(
+                r"^vllm:inter_token_latency_seconds_count\{.*\} (\S+)$", await metrics(http), re.MULTILINE
+            )
+            if (float(found[1]) if found else 0.0) >= choices * (num_outputs - 1):
+                return
+            await asyncio.sleep(0.01)
 
 
 async def open_stream(url: str, body: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -104,7 +118,7 @@ async def test_stalled_client_slows_nobody(
             assert answer.json()["choices"][0]["message"]["content"] == TEXT
             await router.wait_aborts(1)
             assert router.aborts == [(router.requests[0].request_id, "slow_consumer")]
-            rest = await asyncio.wait_for(reader.read(-1), 4)
+            rest = await asyncio.wait_for(reader.read(-1), WAIT_S)
             assert b"[DONE]" not in rest, "what it gets late is no complete answer"
             assert b"\r\n0\r\n" not in rest, "and does not look like one"
             text = await metrics(http)
@@ -140,11 +154,10 @@ async def test_another_router_takes_over(
         running_gateway(model, [first.address, second.address]) as url,
         httpx.AsyncClient(base_url=url, timeout=20) as http,
     ):
-        await both_up(http)
         body = {**BODY, "logprobs": True, "n": 2, "stop": ["seven"]}
         task = asyncio.create_task(http.post(CHAT, json={**body, "stream": stream}))
         await first.wait_requests(2)
-        await asyncio.sleep(0.05)
+        await has_taken(http, pause_after, choices=2)
         first.lose_sessions()
         response = await task
         assert response.status_code == 200
@@ -164,8 +177,8 @@ async def test_another_router_takes_over(
         assert "pdserve_resumes_total 2.0" in await metrics(http)
 
 
-async def both_up(http: httpx.AsyncClient) -> None:
-    async with asyncio.timeout(10):
+async def is_ready(http: httpx.AsyncClient) -> None:
+    async with asyncio.timeout(WAIT_S):
         while (await http.get("/health")).status_code != 200:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
@@ -187,13 +200,13 @@ async def test_the_same_router_comes_back(model: ServedModel) -> None:
     port = free_port()
     before = FakeRouter(text_script(model, TEXT, pause_after=4))
     async with AsyncExitStack() as stack:
-        url = await stack.enter_async_context(running_gateway(model, [f"127.0.0.1:{port}"]))
+        url = await stack.enter_async_context(running_gateway(model, [f"127.0.0.1:{port}"], num_usable=0))
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20))
         async with running_router(before, port):
-            await both_up(http)
+            await is_ready(http)
             task = asyncio.create_task(http.post(CHAT, json={**BODY, "stream": True}))
             await before.wait_requests(1)
-            await asyncio.sleep(0.05)
+            await has_taken(http, 4)
         after = await stack.enter_async_context(running_router(FakeRouter(text_script(model, TEXT)), port))
         response = await task
         assert answered(response, stream=True) == {0: TEXT}
@@ -210,10 +223,9 @@ async def test_a_router_that_stays_away(model: ServedModel) -> None:
             await serving.enter_async_context(running_router(router))
             url = await stack.enter_async_context(running_gateway(model, [router.address], router_wait_s=0.3))
             http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20))
-            await both_up(http)
             task = asyncio.create_task(http.post(CHAT, json={**BODY, "stream": True}))
             await router.wait_requests(1)
-            await asyncio.sleep(0.05)
+            await has_taken(http, pause_after)
             await serving.aclose()
             response = await task
             if pause_after == 0:
@@ -233,7 +245,6 @@ async def test_resumes_are_bounded(model: ServedModel, routers: list[FakeRouter]
         running_gateway(model, [router.address], max_resumes=2) as url,
         httpx.AsyncClient(base_url=url, timeout=20) as http,
     ):
-        await both_up(http)
         task = asyncio.create_task(http.post(CHAT, json=BODY))
         for attempt in range(3):
             await router.wait_requests(attempt + 1)
@@ -275,10 +286,9 @@ async def test_only_the_finish_was_lost(model: ServedModel, routers: list[FakeRo
         [5, 6, 7, 8], pb.Finish(reason=pb.FINISH_REASON_ERROR, failure=lost), pause_after=3
     )
     async with running_gateway(model, [router.address]) as url, httpx.AsyncClient(base_url=url, timeout=20) as http:
-        await both_up(http)
         task = asyncio.create_task(http.post(CHAT, json={**BODY, "max_tokens": 3}))
         await router.wait_requests(1)
-        await asyncio.sleep(0.05)
+        await has_taken(http, 3)
         router.lose_sessions()
         response = await task
         assert response.json()["choices"][0]["finish_reason"] == "length"

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator
 
 import pytest
@@ -177,14 +178,14 @@ async def test_deadline(
     """The request ends in its time, and the workers hear that it was the deadline."""
     router.script = text_script(model, TEXT, pause_after=2)
     with pytest.raises(pdserve.DeadlineExceededError) as caught:
-        await client.chat(HI, deadline_s=0.4)
+        await client.chat(HI, deadline_s=1.0)
     assert "deadline_s" in str(caught.value)
     await router.wait_aborts(1)
     assert [reason for _, reason in router.aborts] == ["deadline"]
 
     def blocking() -> None:
         with pdserve.Client(served.address) as other:
-            other.chat(HI, deadline_s=0.4)
+            other.chat(HI, deadline_s=1.0)
 
     with pytest.raises(pdserve.DeadlineExceededError):
         await asyncio.to_thread(blocking)
@@ -384,6 +385,19 @@ async def test_it_waits_for_a_gateway_that_comes(model: ServedModel, router: Fak
             assert (await asking).text == TEXT
 
 
+def read(stream: pdserve.Stream, has: Counter[int]) -> pdserve.Generation:
+    """To its end; ``has`` counts what it has of each choice."""
+    for chunk in stream:
+        has[chunk.index] += len(chunk.token_ids)
+    return stream.result()
+
+
+async def read_async(stream: pdserve.AsyncStream, has: Counter[int]) -> pdserve.Generation:
+    async for chunk in stream:
+        has[chunk.index] += len(chunk.token_ids)
+    return await stream.result()
+
+
 @pytest.mark.parametrize("pause_after", [0, 6])
 @pytest.mark.parametrize("blocking", [False, True])
 async def test_another_gateway_takes_over(model: ServedModel, pause_after: int, blocking: bool) -> None:
@@ -396,15 +410,16 @@ async def test_another_gateway_takes_over(model: ServedModel, pause_after: int, 
         for router in routers:
             router.script = text_script(model, TEXT, pause_after=pause_after)
         endpoints = ",".join(gateway.address for gateway in gateways)
+        has: Counter[int] = Counter()  # tokens of each choice
         if blocking:
             sync_client = stack.enter_context(pdserve.Client(endpoints))
-            asking = asyncio.create_task(asyncio.to_thread(sync_client.chat, HI, n=2, stop=["seven"]))
+            asking = asyncio.create_task(asyncio.to_thread(read, sync_client.stream_chat(HI, n=2, stop=["seven"]), has))
         else:
             client = await stack.enter_async_context(pdserve.AsyncClient(endpoints))
-            asking = asyncio.create_task(client.chat(HI, n=2, stop=["seven"]))
+            asking = asyncio.create_task(read_async(client.stream_chat(HI, n=2, stop=["seven"]), has))
         await eventually(lambda: any(len(router.requests) == 2 for router in routers))
+        await eventually(lambda: [has[0], has[1]] == [pause_after] * 2)
         [used] = [index for index, router in enumerate(routers) if router.requests]
-        await asyncio.sleep(0.1)
         for router in routers:
             router.script = text_script(model, TEXT)
         await gateways[used].kill()
@@ -465,13 +480,13 @@ async def test_with_logprobs_a_broken_stream_is_an_error(model: ServedModel, rou
 
 
 async def test_a_router_dies_behind_the_gateway(
-    model: ServedModel, router: FakeRouter, client: pdserve.AsyncClient
+    model: ServedModel, router: FakeRouter, served: SdkGateway, client: pdserve.AsyncClient
 ) -> None:
     """The gateway resumes by itself; the SDK does not even notice."""
     router.script = text_script(model, TEXT, pause_after=4)
     asking = asyncio.create_task(client.chat(HI))
     await router.wait_requests(1)
-    await asyncio.sleep(0.05)
+    await served.has_taken(4)
     router.script = text_script(model, TEXT)
     router.lose_sessions()
     assert (await asking).text == TEXT
