@@ -10,6 +10,9 @@ All five are 0 or more, and found by least squares over the steps so far, of whi
 without prompt tokens are remembered apart, so that a long time of decodes only does not wash out what the others cost.
 
 - Progress: MIN_TOKENS in any case, even where the decodes alone are over the budget, so nothing starves.
+- Age: the longer the first prompt has waited, the more of the step's time it gets, whatever the budget: MOST_SHARE of
+  it from AGEING_S on, and twice MIN_TOKENS in every second step in any case (where prompts never pause, two sizes are
+  what tells their cost from the decodes'). So nothing crawls, and at worst a step is half as long again as its decodes.
 - Bounds: it begins with MIN_TOKENS and never takes more than twice what it took of late: what was not measured, it does
   not extrapolate. So it needs a few steps from nothing to the budget.
 - Outliers: a stall counts as SLOWER times what was expected, at most, once TRAINED_STEPS are known. What is much faster
@@ -25,6 +28,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 MIN_TOKENS = 32
+MOST_SHARE = 1 / 3
+"""Of a step's time. What it costs: decodes alone have the other two thirds."""
+AGEING_S = 1.0
+"""Until the share, which grows evenly from nothing, is that."""
 OVER = 0.01
 FIRST_AIM = 0.75
 LEAST_AIM = 0.6
@@ -154,11 +161,13 @@ class ItlBudget:
         self._context = 0.0
         """Of prompt tokens of late, as a mean."""
 
-    def prefill_tokens(self, decodes: int, kv_tokens: int, context: int = 0) -> int:
+    def prefill_tokens(self, decodes: int, kv_tokens: int, context: int = 0, waited_s: float = 0.0) -> int:
         """Most prompt tokens of a step beside so many decodes, which read so many tokens of KV. ``context``: so much of
-        the prompt is computed."""
-        within = min(self._within(decodes, kv_tokens, context), 2 * self._tried)
-        return min(self._max_tokens, max(MIN_TOKENS, int(within)))
+        the first prompt is computed; ``waited_s``: so long it has waited by now."""
+        age = min(1.0, waited_s / AGEING_S)
+        tokens = max(self._within(decodes, kv_tokens, context), self._by_age(decodes, kv_tokens, context, age))
+        least = MIN_TOKENS if self._last.prefill_tokens > MIN_TOKENS else int(MIN_TOKENS * (1 + age))
+        return min(self._max_tokens, max(least, int(min(tokens, 2 * self._tried))))
 
     def step_took(self, load: StepLoad, seconds: float) -> None:
         """A step without decodes has no budget, and says nothing of those that have."""
@@ -176,9 +185,8 @@ class ItlBudget:
             self._context += (context - self._context) / MEMORY_STEPS
             self.mixed_steps_total += 1
             self.over_budget_total += seconds > self._budget_s
-            if prefill_tokens > MIN_TOKENS and 2 * prefill_tokens > self.prefill_tokens(
-                decodes, kv_tokens, int(context)
-            ):
+            was_to_fit = prefill_tokens > MIN_TOKENS and self._times.seconds(load) <= self._budget_s
+            if was_to_fit and 2 * prefill_tokens > self.prefill_tokens(decodes, kv_tokens, int(context)):
                 move = -(1 - OVER) if seconds > self._budget_s else OVER
                 self._aim = min(max(self._aim + AIM_STEP * move, LEAST_AIM), MOST_AIM)
             self._tried = max(self._tried * FADE, float(prefill_tokens), MIN_TOKENS / 2)
@@ -210,3 +218,9 @@ class ItlBudget:
         """By what is known; as many as there can be, while that is nothing."""
         left_s = self._aim * self._budget_s - self._times.seconds(StepLoad(decodes, kv_tokens))
         return min(self._times.prefill_tokens(left_s, context), self._max_tokens)
+
+    def _by_age(self, decodes: int, kv_tokens: int, context: int, age: float) -> float:
+        """That take the share of the step which the first prompt has by waiting. ``age``: 0 to 1."""
+        share = MOST_SHARE * age
+        seconds = self._times.seconds(StepLoad(decodes, kv_tokens)) * share / (1 - share)
+        return min(self._times.prefill_tokens(seconds, context), self._max_tokens)

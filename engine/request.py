@@ -92,12 +92,15 @@ class Request:
     last_step: int = 0
     """The newest step that was launched with it."""
 
+    waits_since_s: float = field(init=False)
+    """To be computed: since it came, or was preempted."""
     ticket_asked_s: float | None = None
     handoff_wait_s: float = 0.0
     first_scheduled_s: float | None = None
 
     def __post_init__(self) -> None:
         self.order = (self.priority, self.arrival_index)
+        self.waits_since_s = self.arrival_s
         self.num_output_so_far = len(self.output_token_ids)
         self.all_token_ids = self.prompt_token_ids + self.output_token_ids
         self.num_prefill_tokens = len(self.all_token_ids)

@@ -157,11 +157,16 @@ class Scheduler:
         for request in list(self.running):
             if self._tokens_left(request) > 1:
                 prefills.append(request)
-            elif request.status is RequestStatus.RUNNING and not self._awaits_last(request) and self._grow(request):
+            elif (
+                request.status is RequestStatus.RUNNING
+                and not self._awaits_last(request)
+                and self._grow(request, now_s)
+            ):
                 budget -= self._put(items, request, 1)
                 kv_tokens += request.num_computed_tokens
-        context = prefills[0].num_computed_tokens if prefills else 0
-        self._prefill_tokens = budget = self._within_itl_budget(budget, len(items), kv_tokens, context)
+        queue = prefills or self.preempted or self.granted or self.waiting
+        first = next(iter(queue), None)
+        self._prefill_tokens = budget = self._within_itl_budget(budget, len(items), kv_tokens, first, now_s)
         for request in prefills:
             if budget and request.status is RequestStatus.RUNNING:
                 budget -= self._put(items, request, budget)
@@ -175,11 +180,12 @@ class Scheduler:
         self._stuck = not items
         return ScheduledBatch(items, self._step, self.offload.take_copies())
 
-    def _within_itl_budget(self, budget: int, decodes: int, kv_tokens: int, context: int) -> int:
-        """What of the step's budget prefills may have. Decodes that are about to come count, too."""
-        if self.itl_budget is None or not (decodes or self.reservations.num_seats):
+    def _within_itl_budget(self, budget: int, decodes: int, kv_tokens: int, first: Request | None, now_s: float) -> int:
+        """What of the step's budget prefills may have, ``first`` before the others. Decodes that are to come count."""
+        if first is None or self.itl_budget is None or not (decodes or self.reservations.num_seats):
             return budget
-        return min(budget, self.itl_budget.prefill_tokens(decodes, kv_tokens, context))
+        waited_s = now_s - first.waits_since_s
+        return min(budget, self.itl_budget.prefill_tokens(decodes, kv_tokens, first.num_computed_tokens, waited_s))
 
     def launched(self, batch: ScheduledBatch) -> None:
         """The batch is on its way: the next ``schedule()`` may come before its ``update()``."""
@@ -344,13 +350,14 @@ class Scheduler:
         self.reservations.reserved.pop(request.request_id, None)
         self._queue(self.blocks.free(request))
 
-    def _grow(self, request: Request) -> bool:
+    def _grow(self, request: Request, now_s: float) -> bool:
         """Room for one more token. False when ``request`` itself had to give its blocks up."""
         if not self.blocks.is_full(request):
             return True
         while self.pool.num_available == 0:
             victim = next(r for r in reversed(self.running) if not r.sends_kv)
             self._preempt(victim)
+            victim.waits_since_s = now_s
             if victim is request:
                 return False
         self.blocks.grow(request)
