@@ -227,6 +227,11 @@ class Sender:
         problem = mismatch(self._layout, ticket.layout)
         if problem is None and ticket.backend not in self._backends:
             problem = f"transfer backend {ticket.backend!r} is not one of {', '.join(self._backends)}"
+        if problem is None and ticket.max_segment_bytes < self._cell_bytes:
+            problem = (
+                f"one token of one layer is {self._cell_bytes} bytes, the receiver's segments have "
+                f"{ticket.max_segment_bytes}: give it larger staging slots"
+            )
         if problem is not None:
             self._fail(transfer, "layout", problem, tell=True)
             return
@@ -254,19 +259,18 @@ class Sender:
             hello = kv_pb2.DataHello(
                 sender=self._me, layout=self._layout, receiver_incarnation=transfer.receiver_incarnation
             )
-            channel = backend.connect(ticket.endpoint, hello, lambda reason: self._tell_lost(name, reason))
-            link = self._links[name] = Link(name, transfer.peer, channel, backend.arena)
+
+            def on_lost(reason: str) -> None:  # on a network thread, perhaps before there is a link
+                self._news.put(lambda: self._on_link_lost(made, reason))
+                self._wakeup()
+
+            channel = backend.connect(ticket.endpoint, hello, on_lost)
+            made = link = self._links[name] = Link(name, transfer.peer, channel, backend.arena)
             log.info("kv_channel", lane=ticket.backend, endpoint=ticket.endpoint, peer=transfer.peer)
         return link
 
-    def _tell_lost(self, name: str, reason: str) -> None:
-        """On a network thread."""
-        self._news.put(lambda: self._on_link_lost(name, reason))
-        self._wakeup()
-
-    def _on_link_lost(self, name: str, reason: str) -> None:
-        link = self._links.get(name)
-        if link is None:
+    def _on_link_lost(self, link: Link, reason: str) -> None:
+        if self._links.get(link.name) is not link:  # dropped meanwhile; there may be a new one of this name
             return
         for transfer in [t for t in self._by_request.values() if t.link is link]:
             if not transfer.ended or transfer.segments_read < transfer.segments_planned:

@@ -243,6 +243,30 @@ def test_a_lost_channel_fails_what_used_it(world: World) -> None:
     world.assert_at_rest()
 
 
+def test_the_loss_of_a_dropped_channel_says_nothing_of_its_successor(world: World) -> None:
+    """Its thread was about to tell when the peer was lost; by the time it does, the peer is back."""
+    granted(world, "a")
+    world.sender.on_peer_lost(D_PEER, "gone")
+    granted(world, "b")
+    before, successor = world.p_backend.channels
+    before.on_lost("reset by peer")
+    world.sender.poll()
+    assert set(world.p_port.failed) == {"a"}
+    assert not successor.closed
+    granted(world, "c")
+    assert len(world.p_backend.channels) == 2
+
+
+def test_a_receiver_that_takes_no_segment_is_refused(world: World) -> None:
+    """An error of one transfer, not of the engine."""
+    key = world.add_to_p("r", 32)
+    answer(world, key, ticket(max_segment_bytes=CELL_BYTES - 1))
+    assert f"one token of one layer is {CELL_BYTES} bytes" in world.p_port.failed["r"]
+    assert isinstance(world.p_said[-1], Abort)
+    assert not world.p_backend.channels
+    world.assert_at_rest()
+
+
 def test_a_lost_channel_fails_nothing_that_was_read(world: World) -> None:
     """All segments came, and the receiver is about to say so; another one's did not."""
     for name in ("r", "s"):
