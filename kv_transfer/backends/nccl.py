@@ -136,13 +136,15 @@ class NcclChannel(SocketChannel):
         communicator = self._meet(connected, peer)
         moves = CopyWaiter(lambda: None)
         try:
-            while not self._closing:
-                self._turn(connected, peer, communicator, moves)
+            try:
+                while not self._closing:
+                    self._turn(connected, peer, communicator, moves)
+            finally:
+                communicator.abort()
         except (OSError, ConnectionLost, NcclError) as error:
             why = self._why_lost(error)
             raise ConnectionLost(str(error)) from error
         finally:
-            communicator.abort()
             moves.close()  # what was moving is over now, and told
             for _, on_done in self._announced:
                 on_done(why)
@@ -252,13 +254,14 @@ class NcclReceiver:
         with self._meet(connected, peer) as communicator, _Incoming(self._server) as incoming:
             log.info("nccl_pair", sender=sender.worker_id, bytes=communicator.num_bytes)
             try:
-                while not self._server.closing:
-                    self._turn(connected, sender, peer, communicator, incoming)
+                try:
+                    while not self._server.closing:
+                        self._turn(connected, sender, peer, communicator, incoming)
+                finally:
+                    incoming.is_lost = True
+                    communicator.abort()
             except NcclError as error:
                 raise ConnectionLost(str(error)) from error
-            finally:
-                incoming.is_lost = True
-                communicator.abort()
 
     @contextlib.contextmanager
     def _meet(self, connected: socket.socket, peer: Peer) -> Iterator[Communicator]:

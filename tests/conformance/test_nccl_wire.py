@@ -17,7 +17,7 @@ from kv_transfer.backends.base import Arrived, ChannelLost
 from kv_transfer.backends.nccl import NcclReceiver, NcclSender, same_gpu
 from kv_transfer.backends.socket_channel import SocketSettings
 from kv_transfer.layout import make_layout
-from kv_transfer.nccl import ID_BYTES, Still
+from kv_transfer.nccl import ID_BYTES, NcclError, Still
 from kv_transfer.segment import seal_mixed
 from kv_transfer.staging import DeviceView, SlotPool, StagingSlot
 from pdserve.v1 import kv_pb2
@@ -220,6 +220,27 @@ def test_a_receiver_that_closes_ends_what_was_announced(world: World, wire: Wire
     world.wait("the sender hears of it", lambda: bool(world.lost) and len(world.done) == 5)
     assert [index for index, error in world.done if error is None] == [0, 1]
     assert world.p_arena.used_bytes == 0
+
+
+def test_an_abort_that_fails_strands_no_slot(world: World, wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.send(5)
+    world.wait("two segments", lambda: len(world.segments) == 2)
+    really = Communicator.abort
+
+    def abort(self: Communicator) -> None:
+        before = set(wire.aborted)
+        really(self)
+        if self.rank not in before:
+            raise NcclError("ncclCommAbort: unhandled cuda error (1)")
+
+    monkeypatch.setattr(Communicator, "abort", abort)
+    world.receiver.close()
+    world.wait("the sender hears of it", lambda: bool(world.lost) and len(world.done) == 5)
+    assert [index for index, error in world.done if error is None] == [0, 1]
+    assert world.p_arena.used_bytes == 0
+    for arrived in world.segments:
+        arrived.slot.give_back()
+    assert world.d_arena.used_bytes == 0
 
 
 def test_a_receiver_without_slots_is_lost_after_a_while(world: World, wire: Wire) -> None:
