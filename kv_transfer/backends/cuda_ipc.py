@@ -213,10 +213,12 @@ class CudaIpcReceiver:
     def _open(self, handle: bytes, nonce: bytes) -> int:
         if len(handle) != HANDLE_BYTES or len(nonce) != NONCE_BYTES:
             raise ConnectionLost("this is no handle of device memory")
-        address = self._runtime.open_handle(handle)
-        if self._runtime.read(address, NONCE_BYTES) != nonce:
-            self._runtime.close_handle(address)
-            raise ConnectionLost("the handle opens other memory than the sender's")
+        with contextlib.ExitStack() as undo:
+            address = self._runtime.open_handle(handle)
+            undo.callback(self._runtime.close_handle, address)
+            if self._runtime.read(address, NONCE_BYTES) != nonce:
+                raise ConnectionLost("the handle opens other memory than the sender's")
+            undo.pop_all()
         return address
 
     def _receive(self, connected: socket.socket, sender: kv_pb2.WorkerIdentity) -> None:

@@ -203,6 +203,18 @@ def test_memory_that_cannot_be_read_is_refused(receiving: Receiving, handle: byt
     client.close()
 
 
+def test_memory_whose_reading_fails_does_not_stay_mapped(receiving: Receiving, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(address: int, num_bytes: int) -> bytes:
+        raise CudaError("cudaMemcpyAsync: out of memory (2)")
+
+    monkeypatch.setattr(receiving.runtime, "read", read)
+    client, refusal = receiving.offer(HANDLE)
+    assert "out of memory" in refusal
+    receiving.wait("the loss", lambda: bool(receiving.lost))
+    assert receiving.runtime.open == []
+    client.close()
+
+
 @pytest.mark.parametrize(
     ("told", "said"),
     [
