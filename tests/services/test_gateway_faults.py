@@ -16,6 +16,7 @@ import pytest_asyncio
 
 from gateway.model import ServedModel
 from pdserve.model_store import prepare_default_model
+from pdserve.session import DEFAULT_BUFFERED_OUTPUTS
 from pdserve.v1 import inference_pb2 as pb
 from tests.ports import free_port
 from tests.services.gateway_harness import (
@@ -128,18 +129,18 @@ async def test_stalled_client_slows_nobody(
 
 
 async def test_a_burst_is_no_slow_consumer(model: ServedModel, routers: list[FakeRouter]) -> None:
-    """Thousands of outputs at once, each with much to write, to a client that reads: all of it arrives."""
+    """As many outputs at once as a session keeps, each with much to write, to one who reads: all of it arrives."""
     [router, _] = routers
-    top = [(token_id, -1.0) for token_id in range(100, 120)]
-    router.script = lambda request: Script([5] * 2000, top=top)
+    top, count = [(token_id, -1.0) for token_id in range(100, 120)], DEFAULT_BUFFERED_OUTPUTS
+    router.script = lambda request: Script([5] * count, top=top)
     async with (
         running_gateway(model, [router.address], max_stream_buffer_bytes=200_000) as url,
         httpx.AsyncClient(base_url=url, timeout=20) as http,
     ):
-        body = {**BODY, "stream": True, "max_tokens": 2000, "logprobs": True, "top_logprobs": 20}
+        body = {**BODY, "stream": True, "max_tokens": count, "logprobs": True, "top_logprobs": 20}
         response = await http.post(CHAT, json=body)
         assert len(response.content) > 5 * 200_000
-        assert answered(response, stream=True) == {0: model.tokenizer.decode([5] * 2000, True)}
+        assert answered(response, stream=True) == {0: model.tokenizer.decode([5] * count, True)}
 
 
 @pytest.mark.parametrize("stream", [False, True])
