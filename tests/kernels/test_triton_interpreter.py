@@ -8,8 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+
+# Compiled kernels do not pass the interpreter. That of Triton 3.6 (of torch 2.11) takes int() of arrays of one element,
+# which numpy 2.4 refuses, and writes -1 as uint32.
+pytestmark = pytest.mark.skipif(
+    Version(triton.__version__) < Version("3.7"), reason="the interpreter of Triton 3.6 fails with numpy 2"
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = ("decode", "prefill", "cascade", "between", "skinny", "fused", "sampling", "kv_pack")
