@@ -91,7 +91,7 @@ class Member:
 
     def healthy(self) -> bool:
         try:
-            return httpx.get(f"http://127.0.0.1:{self.health_port}/health", timeout=2).status_code == 200
+            return httpx.get(f"http://127.0.0.1:{self.health_port}/health", timeout=10).status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -105,7 +105,7 @@ class Member:
 
     def metrics(self) -> dict[str, float]:
         """Samples by name, summed over labels; labelled ones also as ``name{label=value,...}``."""
-        text = httpx.get(f"http://127.0.0.1:{self.health_port}/metrics", timeout=5).text
+        text = httpx.get(f"http://127.0.0.1:{self.health_port}/metrics", timeout=20).text
         samples: dict[str, float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:

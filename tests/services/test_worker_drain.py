@@ -20,6 +20,7 @@ from pdserve.channel import open_channel
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from registry import WorkerRecord, WorkerRegistry
 from tests.e2e.cluster import Member
+from tests.holding import Held, is_in_a_handoff
 from tests.services.processes import eventually, running_redis
 from tests.services.tiny_model import write_tiny_model
 from tests.services.worker_cluster import assert_at_rest, prompt_of, read, redis_url, routing, start_worker
@@ -49,13 +50,13 @@ def pair(tmp_path: Path, model: Path) -> Iterator[tuple[Member, Member]]:
 
 
 def status(member: Member, path: str) -> tuple[int, str]:
-    response = httpx.get(f"http://127.0.0.1:{member.health_port}{path}", timeout=5)
+    response = httpx.get(f"http://127.0.0.1:{member.health_port}{path}", timeout=20)
     return response.status_code, response.text
 
 
 async def grpc_health(member: Member) -> int:
     async with open_channel(f"127.0.0.1:{member.port}") as channel:
-        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
         return int(answer.status)
 
 
@@ -74,31 +75,38 @@ def keys_of(worker_id: str) -> set[bytes]:
 
 async def exit_status(member: Member) -> int:
     assert member.process is not None
-    return await asyncio.to_thread(member.process.wait, 30)
+    return await asyncio.to_thread(member.process.wait, 60)
 
 
 async def test_a_prefill_worker_completes_its_hand_off_and_hands_back_the_rest(pair: tuple[Member, Member]) -> None:
     prefill, decode = pair
     async with routing(*pair) as router:
         expected = await router.aggregated(prompt_of(LONG), max_tokens=4)
-        under_way, answer = router.open([*prompt_of(LONG - 1, seed=1), 5], max_tokens=4)
-        await eventually(lambda: prefill.metrics()["pdserve_transfer_segments_total"] > 0, "KV is on its way")
-        waiting = [router.open([*prompt_of(LONG, seed=2 + n)], max_tokens=4)[0] for n in range(4)]
-        await eventually(lambda: prefill.metrics()["vllm:num_requests_waiting"] >= 3, "others wait behind it")
-        prefill.signal(signal.SIGTERM)
+        held, is_under_way = Held([prefill]), is_in_a_handoff(decode)
+        try:
+            under_way, answer = router.open([*prompt_of(LONG - 1, seed=1), 5], max_tokens=4)
+            await asyncio.to_thread(held.run_until, "KV is on its way", is_under_way)
+            waiting = [router.open([*prompt_of(LONG, seed=2 + n)], max_tokens=4)[0] for n in range(4)]
+            await eventually(lambda: prefill.metrics()["pdserve_open_requests"] == 5, "others wait behind it")
+            prefill.signal(signal.SIGTERM)
+            await eventually(lambda: status(prefill, "/health")[0] == 503, "it drains")
+        finally:
+            held.let_go()
         for handle in waiting:
-            given_back = await asyncio.wait_for(read(handle), 10)
+            given_back = await asyncio.wait_for(read(handle), 30)
             assert (given_back.reason, given_back.token_ids) == ("ABORT", [])
         code, text = status(prefill, "/health")
         assert (code, "draining" in text) == (503, True)
         assert status(prefill, "/live")[0] == 200
         assert await grpc_health(prefill) == NOT_SERVING
         assert router.prefill.draining
-        assert (await records())["drain-p"].draining
+        async with asyncio.timeout(30):
+            while not (await records())["drain-p"].draining:  # noqa: ASYNC110  # in Redis
+                await asyncio.sleep(0.05)
         late, _ = router.open(prompt_of(9), max_tokens=4)
-        assert (await asyncio.wait_for(read(late), 5)).reason == "ABORT"
+        assert (await asyncio.wait_for(read(late), 30)).reason == "ABORT"
         assert (await asyncio.wait_for(read(answer), 60)).reason == "LENGTH"
-        assert (await asyncio.wait_for(read(under_way), 10)).reason == "LENGTH"
+        assert (await asyncio.wait_for(read(under_way), 30)).reason == "LENGTH"
         assert await exit_status(prefill) == 0
         assert "drain-p" not in await records()
         assert keys_of("drain-p") == {b"{pdserve}:incarnation:drain-p"}  # the fence against an older process stays
@@ -114,7 +122,7 @@ async def test_a_decode_worker_gives_back_what_does_not_end_in_time(pair: tuple[
         endless = router.decode.open(request)
         first = [output async for output in _take(endless, 3)]
         decode.signal(signal.SIGTERM)
-        rest = await asyncio.wait_for(read(endless), 20)
+        rest = await asyncio.wait_for(read(endless), 30)
         assert rest.reason == "ABORT"
         so_far = [token for output in first for token in output.token_ids] + rest.token_ids
         assert 3 <= len(so_far) < 7000
@@ -282,7 +290,7 @@ async def test_the_admin_service_is_reflected_and_answers_only_workers(pair: tup
     prefill, _ = pair
     async with open_channel(f"127.0.0.1:{prefill.port}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        answer = await stub.Check(health_pb2.HealthCheckRequest(service="pdserve.v1.WorkerAdmin"), timeout=5)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service="pdserve.v1.WorkerAdmin"), timeout=20)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.Check(health_pb2.HealthCheckRequest(service="pdserve.v1.Nobody"), timeout=5)
