@@ -33,19 +33,22 @@ class Held:
         """Whoever of them still lives."""
         self._signal(signal.SIGCONT)
 
-    def run_until(self, what: str, is_so: Callable[[], bool]) -> None:
+    def run_until(self, what: str, is_so: Callable[[], bool], moment_s: float = MOMENT_S) -> None:
         """Let them work a moment at a time until it is so, which others than they say; then they stand still."""
         for _ in range(MAX_MOMENTS):
-            self.let_go()
-            time.sleep(MOMENT_S)
-            self.stop()
+            self.run_a_moment(moment_s)
             deadline_s = time.monotonic() + HEARD_AFTER_S
             while time.monotonic() < deadline_s:
                 if is_so():
                     return
                 time.sleep(0.05)
         self.let_go()
-        raise AssertionError(f"not within {MAX_MOMENTS} moments of {MOMENT_S} s: {what}")
+        raise AssertionError(f"not within {MAX_MOMENTS} moments of {moment_s} s: {what}")
+
+    def run_a_moment(self, moment_s: float = MOMENT_S) -> None:
+        self.let_go()
+        time.sleep(moment_s)
+        self.stop()
 
     def _signal(self, number: signal.Signals) -> None:
         for pid in self._pids:

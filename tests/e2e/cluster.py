@@ -21,8 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.ports import free_port
 
-START_TIMEOUT_S = 90.0
-QUIET_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 150.0
+QUIET_TIMEOUT_S = 60.0
 
 
 def wait_until(what: str, check: Callable[[], bool], timeout_s: float = QUIET_TIMEOUT_S) -> None:

@@ -5,13 +5,15 @@ The oracle of greedy answers is transformers; of sampled ones, the same request 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ import torch
 from tests.e2e.cluster import Cluster, Member, wait_until
 from tests.e2e.oracle import Oracle
 from tests.e2e.streams import Stream, stream
+from tests.holding import Held, is_in_a_handoff
 
 pytestmark = pytest.mark.faults
 
@@ -26,6 +29,11 @@ NUM_TOKENS = 60
 BLOCK_SIZE = 32
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": NUM_TOKENS}
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "presence_penalty": 0.3, "seed": 11, "ignore_eos": True}
+NUM_CHOICES = 6
+"""Of the streams that a router has when it is hit."""
+ATTEMPTS = 5
+LOOK_S = 5.0
+Result = TypeVar("Result")
 LONG_TEXT = "The ship left the harbour at dawn and nobody waved. " * 110
 
 
@@ -71,7 +79,7 @@ def prompt(oracle: Oracle) -> list[int]:
 
 
 def total(members: list[Member], metric: str) -> float:
-    return sum(member.metrics().get(metric, 0.0) for member in members if member.healthy())
+    return sum(member.metrics().get(metric, 0.0) for member in members if member.exited() is None)
 
 
 def routers(cluster: Cluster) -> list[Member]:
@@ -90,33 +98,46 @@ def busy(members: list[Member], metric: str = "vllm:num_requests_running") -> Me
     return found[0]
 
 
-def killing_the_decode_worker(cluster: Cluster) -> Callable[[], None]:
-    """It says no further token while it is looked for: the answer would else be over before the kill on a slow host."""
-    engines = [member.engine_pid() for member in cluster.decodes]
+class NotInTheMiddle(Exception):
+    """The answer was over, or not on one worker, when the fault was to come: this host was slow just then."""
 
-    def signal_all(number: signal.Signals) -> None:
-        for pid in engines:
-            os.kill(pid, number)
+
+def again_if_late(attempt: Callable[[], Result]) -> Result:
+    """What an attempt brings whose fault came in the middle of its answer."""
+    for _ in range(ATTEMPTS):
+        with contextlib.suppress(NotInTheMiddle):
+            return attempt()
+    raise AssertionError(f"{ATTEMPTS} answers were over before their faults")
+
+
+def killing_the_decode_worker(cluster: Cluster, choices: int) -> Callable[[], None]:
+    """It says no further token while it is looked for: the answer would else be over before the kill on a slow host."""
 
     def kill() -> None:
-        victims: list[Member] = []
-        while len(victims) != 1:  # metrics come a little after tokens do
-            signal_all(signal.SIGCONT)
-            time.sleep(0.01)
-            signal_all(signal.SIGSTOP)
-            victims = [member for member in cluster.decodes if member.metrics().get("vllm:num_requests_running", 0.0)]
-        engines.remove(victims[0].engine_pid())
-        victims[0].kill()
-        signal_all(signal.SIGCONT)
+        held = Held(cluster.decodes)
+        try:
+            deadline_s = time.monotonic() + LOOK_S  # metrics come a little after tokens do
+            while time.monotonic() < deadline_s:
+                running = [member.metrics().get("vllm:num_requests_running", 0.0) for member in cluster.decodes]
+                if sorted(running) == [0, choices]:
+                    cluster.decodes[running.index(choices)].kill()
+                    return
+                held.run_a_moment()
+        finally:
+            held.let_go()
+        raise NotInTheMiddle
 
     return kill
 
 
 def migrated(cluster: Cluster, prompt: list[int], choices: int = 1, **options: object) -> Stream:
-    before = total(routers(cluster), "pdserve_migrations_total")
-    answer = stream(cluster.url, prompt, killing_the_decode_worker(cluster), **options)
-    assert total(routers(cluster), "pdserve_migrations_total") == before + choices
-    return answer
+    def attempt() -> Stream:
+        before = total(routers(cluster), "pdserve_migrations_total")
+        answer = stream(cluster.url, prompt, killing_the_decode_worker(cluster, choices), **options)
+        assert total(routers(cluster), "pdserve_migrations_total") == before + choices
+        return answer
+
+    return again_if_late(attempt)
 
 
 # ---- the decode worker dies in the middle of an answer
@@ -180,26 +201,40 @@ def test_a_stop_string_across_the_break(whole: Cluster, prompt: list[int], oracl
 # ---- the hand-off is not over
 
 
+@contextlib.contextmanager
+def handing_off(cluster: Cluster, prompt: list[int]) -> Iterator[tuple[Member, Member, Future[Stream]]]:
+    """An answer to come, and its two workers, in the middle of their hand-off: the prefill worker's engine stands still
+    to the end of the block."""
+    held, handoffs = Held(cluster.prefills), {member.name: is_in_a_handoff(member) for member in cluster.decodes}
+    found: list[Member] = []
+
+    def is_under_way() -> bool:
+        found[:] = [member for member in cluster.decodes if handoffs[member.name]()]
+        return bool(found)
+
+    pool = ThreadPoolExecutor(1)
+    try:
+        answering = pool.submit(stream, cluster.url, prompt, **GREEDY | {"max_tokens": 12, "ignore_eos": False})
+        held.run_until("a hand-off is under way", is_under_way, moment_s=0.1)
+        yield busy(cluster.prefills, "pdserve_open_requests"), found[0], answering
+    finally:
+        held.let_go()
+        pool.shutdown(wait=False)
+
+
 def test_another_prefill_worker_takes_over_and_the_decode_worker_keeps_its_reservation(
     whole: Cluster, oracle: Oracle
 ) -> None:
     prompt = oracle.chat_ids(LONG_TEXT + "What happened next?")
     before = total(whole.decodes, "pdserve_reservations_taken_over_total")
 
-    def kill_the_prefill_worker() -> None:
-        decode = busy(whole.decodes, "pdserve_leases")
-        busy(whole.prefills).kill()
-        taken.append(decode)
-
-    taken: list[Member] = []
-    with ThreadPoolExecutor(1) as pool:
-        killing = pool.submit(kill_the_prefill_worker)
-        answer = stream(whole.url, prompt, **GREEDY | {"max_tokens": 12, "ignore_eos": False})
-        killing.result()
+    with handing_off(whole, prompt) as (prefill, decode, answering):
+        prefill.kill()
+    answer = answering.result()
     (want,) = oracle.generate([prompt], 12)
     oracle.assert_same(prompt, answer.choices[0].token_ids, want, "another P")
     assert total(whole.decodes, "pdserve_reservations_taken_over_total") == before + 1
-    assert taken[0].metrics()["pdserve_reservations_taken_over_total"] >= 1
+    assert decode.metrics()["pdserve_reservations_taken_over_total"] >= 1
 
 
 def test_the_decode_worker_dies_while_the_prefill_worker_holds_the_kv(whole: Cluster, oracle: Oracle) -> None:
@@ -210,21 +245,19 @@ def test_the_decode_worker_dies_while_the_prefill_worker_holds_the_kv(whole: Clu
     looked_up, found = (f"vllm:prefix_cache_{what}_total" for what in ("queries", "hits"))
     before = {name: total(whole.prefills, name) for name in (looked_up, found)}
 
-    def kill_the_decode_worker() -> None:
-        decode = busy(whole.decodes, "pdserve_leases")
+    with handing_off(whole, prompt) as (_, decode, answering):
         os.kill(decode.engine_pid(), signal.SIGSTOP)  # it gives no block back: the prefill worker holds its own
-        busy(whole.prefills, "pdserve_requests_holding_kv")
-        decode.kill()
-
-    with ThreadPoolExecutor(1) as pool:
-        killing = pool.submit(kill_the_decode_worker)
-        answer = stream(whole.url, prompt, **GREEDY | {"max_tokens": 12, "ignore_eos": False})
-        killing.result()
+    busy(whole.prefills, "pdserve_requests_holding_kv")
+    decode.kill()
+    answer = answering.result()
     (want,) = oracle.generate([prompt], 12)
     oracle.assert_same(prompt, answer.choices[0].token_ids, want, "another D")
-    attempts = total(whole.prefills, looked_up) - before[looked_up]
-    assert attempts == 2 * len(prompt), "two attempts on prefill workers"
-    assert total(whole.prefills, found) - before[found] == len(prompt) - 1
+
+    def grown(name: str) -> float:
+        return total(whole.prefills, name) - before[name]
+
+    wait_until("two attempts on prefill workers are counted", lambda: grown(looked_up) == 2 * len(prompt))
+    wait_until("all but one token of one are found there", lambda: grown(found) == len(prompt) - 1)
 
 
 # ---- the router, or the way to it
@@ -235,15 +268,34 @@ def test_the_other_router_goes_on(whole: Cluster, prompt: list[int], number: sig
     """Several streams at once, greedy and sampled."""
     asked = [{**GREEDY, "logprobs": 1}, {**SAMPLED, "max_tokens": NUM_TOKENS, "n": 2}] * 2
     want = [stream(whole.url, prompt, **options) for options in asked[:2]] * 2
-    victim = busy_router(whole, prompt)
-    ready = threading.Barrier(len(asked), action=lambda: victim.signal(number))
-    before = whole["gateway"].metrics()["pdserve_resumes_total"]
-    try:
+    victim = router_in_use(whole, prompt)
+    resumes = whole["gateway"].metrics()["pdserve_resumes_total"]
+
+    def hit() -> None:
+        """While nobody says anything, and every choice goes over it."""
+        held = Held(whole.decodes)
+        try:
+            is_in_the_middle = victim.metrics()["pdserve_open_requests"] == NUM_CHOICES
+            if is_in_the_middle:
+                victim.signal(number)
+        finally:
+            held.let_go()
+        if not is_in_the_middle:
+            raise NotInTheMiddle
+
+    def attempt() -> list[Stream]:
+        ready = threading.Barrier(len(asked))
+
+        def when_all_are() -> None:
+            if ready.wait(60) == 0:
+                hit()
+
         with ThreadPoolExecutor(len(asked)) as pool:
-            futures = [
-                pool.submit(stream, whole.url, prompt, lambda: ready.wait(60) and None, **options) for options in asked
-            ]
-            got = [future.result() for future in futures]
+            futures = [pool.submit(stream, whole.url, prompt, when_all_are, **options) for options in asked]
+            return [future.result() for future in futures]
+
+    try:
+        got = again_if_late(attempt)
     finally:
         if number == signal.SIGSTOP:
             victim.signal(signal.SIGCONT)
@@ -257,12 +309,13 @@ def test_the_other_router_goes_on(whole: Cluster, prompt: list[int], number: sig
         assert one.usage is not None
         assert other.usage is not None
         assert one.usage["completion_tokens"] == other.usage["completion_tokens"]
-    assert whole["gateway"].metrics()["pdserve_resumes_total"] == before + 6
+    assert whole["gateway"].metrics()["pdserve_resumes_total"] == resumes + NUM_CHOICES
 
 
-def busy_router(cluster: Cluster, prompt: list[int]) -> Member:
+def router_in_use(cluster: Cluster, prompt: list[int]) -> Member:
     """The one that the gateway uses now."""
-    found: list[Member] = []
-    options = GREEDY | {"max_tokens": 40}
-    stream(cluster.url, prompt, lambda: found.append(busy(routers(cluster), "pdserve_open_requests")), 5, **options)
-    return found[0]
+    name = "pdserve_router_requests_total"
+    before = [member.metrics().get(name, 0.0) for member in routers(cluster)]
+    stream(cluster.url, prompt, **GREEDY | {"max_tokens": 2})
+    (used,) = (m for m, count in zip(routers(cluster), before, strict=True) if m.metrics().get(name, 0.0) > count)
+    return used
