@@ -267,6 +267,18 @@ def leaks(member: Member) -> dict[str, float]:
     return found
 
 
+def left_in_shm(before: set[str], ours: set[int]) -> set[str]:
+    """Names that are new in /dev/shm, but for those of other programs on this host: one that lives, and is none of
+    ours, has them mapped."""
+    new = set(os.listdir("/dev/shm")) - before
+    for maps in Path("/proc").glob("[0-9]*/maps") if new else ():
+        if int(maps.parent.name) not in ours:
+            with contextlib.suppress(OSError):
+                mapped = maps.read_text()
+                new -= {name for name in new if f"/dev/shm/{name}" in mapped}
+    return new
+
+
 @contextlib.contextmanager
 def running(
     directory: Path,

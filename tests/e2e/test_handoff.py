@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from tests.e2e.client import complete, complete_all
-from tests.e2e.cluster import running
+from tests.e2e.cluster import running, wait_until
 
 SEEDED = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "max_tokens": 40}
 
@@ -22,11 +22,13 @@ def test_segments_leave_while_the_prompt_is_computed(tmp_path, model_dir, long_p
     flags = ("--dtype", "float32", "--max-num-batched-tokens", "64")
     with running(tmp_path, str(model_dir), worker_flags=flags) as cluster:
         answer = complete(cluster.url, long_prompt, max_tokens=8)
-        prefill, decode = cluster["prefill-0"].metrics(), cluster["decode-0"].metrics()
+        chunks = "pdserve_prefill_chunks_total"
         assert answer.cached_tokens == 0
-        assert prefill["pdserve_prefill_chunks_total"] >= len(long_prompt) // 64 > 1
+        assert len(long_prompt) // 64 > 1
+        wait_until("chunks are told", lambda: cluster["prefill-0"].metrics()[chunks] >= len(long_prompt) // 64)
+        prefill, decode = cluster["prefill-0"].metrics(), cluster["decode-0"].metrics()
         assert decode["pdserve_transfers_done_total"] == 1
-        assert decode["pdserve_transfer_segments_total"] > prefill["pdserve_prefill_chunks_total"]
+        assert decode["pdserve_transfer_segments_total"] > prefill[chunks]
         # fp32 keys and values of 30 layers, 3 heads of 64: nothing less than the whole prompt went over.
         assert decode["pdserve_transfer_bytes_total"] >= (len(long_prompt) - 1) * 30 * 2 * 3 * 64 * 4
         assert decode["pdserve_segments_before_last_chunk_total"] == 1

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 import pdserve
 from tests.e2e.client import complete_all
-from tests.e2e.cluster import Cluster, Member, running
+from tests.e2e.cluster import Cluster, Member, running, wait_until
 from tests.e2e.oracle import Oracle
 from tests.services.tiny_model import write_tiny_model
 from tests.services.worker_cluster import prompt_of
@@ -65,7 +66,8 @@ class LoadBalancer:
         self._thread.start()
 
     def url(self) -> str:
-        ready = [url for url in self._urls if url in self._ready]
+        while not (ready := [url for url in self._urls if url in self._ready]):
+            assert not self._stopped.wait(0.05), "no gateway is ready"
         return ready[next(self._turn) % len(ready)]
 
     def close(self) -> None:
@@ -76,7 +78,7 @@ class LoadBalancer:
         while not self._stopped.wait(0.1):
             for url in self._urls:
                 with contextlib.suppress(httpx.HTTPError):
-                    if httpx.get(f"{url}/health", timeout=2).status_code == 200:
+                    if httpx.get(f"{url}/health", timeout=10).status_code == 200:
                         self._ready.add(url)
                         continue
                 self._ready.discard(url)
@@ -162,7 +164,7 @@ def fleet(tmp_path: Path) -> Iterator[Cluster]:
     """2 P + 2 D + 2 routers + 2 gateways. Some do not wait for what runs, so that it has to go on elsewhere."""
     model = write_model(tmp_path / "model")
     router_flags = ("--drain-timeout-s", "0.1")
-    gateway_flags = ("--lame-duck-s", "1", "--drain-timeout-s", "60")
+    gateway_flags = ("--lame-duck-s", "5", "--drain-timeout-s", "60")
     cluster = Cluster(tmp_path, str(model))
     try:
         cluster.add_redis()
@@ -189,6 +191,9 @@ def test_a_fleet_is_rolled_under_load(fleet: Cluster) -> None:
                 answered = len(load.answered)
                 if role == "router":
                     moved += member.metrics()["pdserve_migrations_total"]
+                if role == "decode":
+                    is_busy = partial(has_requests, member)
+                    wait_until(f"{member.name} is in the middle of answers", is_busy)
                 assert member.terminate(timeout_s=90) == 0, f"{member.name} did not drain\n{member.tail()}"
                 member.start()
                 member.wait_healthy()
@@ -204,6 +209,10 @@ def test_a_fleet_is_rolled_under_load(fleet: Cluster) -> None:
     moved += sum(fleet[f"router-{i}"].metrics()["pdserve_migrations_total"] for i in range(2))
     assert moved > 0, "no answer was in the middle when its worker left"
     fleet.assert_no_leak()
+
+
+def has_requests(member: Member) -> bool:
+    return member.metrics()["vllm:num_requests_running"] > 0
 
 
 def other_version(directory: Path) -> Path:
@@ -244,7 +253,8 @@ def test_two_versions_side_by_side(tmp_path: Path) -> None:
             oracle.assert_same(PROMPTS[number], token_ids, expected[number], f"prompt {number}")
         assert_each_pair_worked("prefill-0", "decode-0", "prefill-wire2", "decode-wire2")
         for name in ("prefill-wire2", "decode-wire2"):
-            assert cluster.members.pop(name).terminate(30) == 0
+            assert cluster.members.pop(name).terminate(60) == 0
+        wait_usable(cluster, 2)  # else those two could be counted for the next two
 
         for name in ("prefill-model2", "decode-model2"):
             cluster.add_worker(name, "--model", str(new), *WORKER_FLAGS)
@@ -263,7 +273,11 @@ def test_two_versions_side_by_side(tmp_path: Path) -> None:
 
 
 def wait_usable(cluster: Cluster, count: int) -> None:
-    deadline_s = time.monotonic() + 30
-    while cluster["router"].metrics().get("pdserve_workers", 0) != count:
-        assert time.monotonic() < deadline_s, cluster["router"].metrics()
-        time.sleep(0.1)
+    """The router knows so many workers, half of them of each role, and may use them all."""
+
+    def all_usable() -> bool:
+        metrics = cluster["router"].metrics()
+        usable = [metrics.get(f"pdserve_workers{{role={role},state=usable}}", 0) for role in ("prefill", "decode")]
+        return usable == [count / 2] * 2 and metrics["pdserve_workers"] == count
+
+    wait_until(f"{count} workers are usable", all_usable)

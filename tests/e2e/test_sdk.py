@@ -67,7 +67,7 @@ def test_every_service_answers_health_checks(cluster: Cluster) -> None:
     for port in ports:
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub = health_pb2_grpc.HealthStub(channel)
-            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=30)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 

@@ -55,6 +55,13 @@ class Up:
         """The process of a worker, by its worker id."""
         return next(p for p in psutil.Process(self.process.pid).children() if name in p.cmdline())
 
+    def serves(self, answer: str) -> bool:
+        """Whether it gives this answer: a router that has not met everybody yet refuses."""
+        try:
+            return self.ask() == answer
+        except AssertionError:
+            return False
+
     def ask(self) -> str:
         body = {
             "model": "smollm2-135m-instruct",
@@ -114,7 +121,7 @@ def wait_gone(processes: list[psutil.Process]) -> None:
     def alive() -> list[psutil.Process]:
         return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
-    wait_until("no process is left", lambda: not alive(), 15)
+    wait_until("no process is left", lambda: not alive())
 
 
 def test_first_answer_drawing_and_ctrl_c(tmp_path: Path) -> None:
@@ -135,7 +142,7 @@ def test_first_answer_drawing_and_ctrl_c(tmp_path: Path) -> None:
         assert len(descendants) == 7  # five children, and the engine process of each worker
         assert up.ask() == answer.strip()
         up.process.send_signal(signal.SIGINT)
-        assert up.process.wait(timeout=30) == 0
+        assert up.process.wait(timeout=60) == 0
         assert "Stopped 5 processes." in up.output
         wait_gone(descendants)
 
@@ -162,13 +169,13 @@ def test_a_killed_worker_comes_back_and_a_killed_up_leaves_nothing(tmp_path: Pat
         old = up.child("decode-0")
         old_engine = old.children()
         old.kill()
-        wait_until("decode-0 is ready again", lambda: up.output.count("decode-0 ready") == 2, 60)
+        wait_until("decode-0 is ready again", lambda: up.output.count("decode-0 ready") == 2, START_TIMEOUT_S)
         assert "decode-0 restarting was ended by SIGKILL; again in 0.5 s; log: " in up.output
         wait_gone([old, *old_engine])
-        wait_until("it serves again", lambda: up.ask() == answer, 30)
+        wait_until("it serves again", lambda: up.serves(answer), 60)
         drained = drain("prefill-0")
         assert "prefill-0 is drained" in drained.stdout, drained.stderr
-        wait_until("prefill-0 is ready again", lambda: up.output.count("prefill-0 ready") == 2, 60)
+        wait_until("prefill-0 is ready again", lambda: up.output.count("prefill-0 ready") == 2, START_TIMEOUT_S)
         descendants = up.descendants()
         up.process.kill()
         wait_gone(descendants)
@@ -186,7 +193,7 @@ def test_sigterm_while_starting(tmp_path: Path) -> None:
         wait_until("the workers run", lambda: len(up.descendants()) >= 5)
         descendants = up.descendants()
         up.process.terminate()
-        assert up.process.wait(timeout=30) == 0
+        assert up.process.wait(timeout=60) == 0
         wait_gone(descendants)
 
 

