@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-import socket
 
 import pytest
 
@@ -12,6 +11,7 @@ from kv_transfer.protocol import Frame, Open, Ticket
 from tests.conformance.conftest import Lane, MakePair
 from tests.conformance.pair import Pair
 from tests.conformance.peers import Job
+from tests.ports import free_port
 
 HELD = {"ticket": 0, "streaming": 2}
 
@@ -112,9 +112,7 @@ def test_a_receiver_that_is_replaced_at_the_very_same_host_and_port(
     """What was promised before, and what is on its way, means nothing to the new one."""
     if lane.backend != "tcp":
         pytest.skip("only tcp has a port of its own choice")
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = unused.getsockname()[1]
-    pair = make_pair(receiver={"data_port": port})
+    pair = make_pair(receiver={"data_port": free_port()})
     job = held_job("before", state)
     run_to(pair, job, state)
     pair.d.end()

@@ -50,6 +50,8 @@ class Behaviour:
     fail_after_tokens: int = 0
     last_word: bool = True
     """Whether the last token comes with the finish."""
+    waits_for_kv: bool = False
+    """Decode: until the prefill worker of the same fleet has done its part of the attempt."""
     handoff_s: float = 0.0
     """Decode: so much later where the KV comes from elsewhere."""
 
@@ -73,6 +75,8 @@ class FakeWorker:
     """Of 100."""
     behaviour: Behaviour = field(default_factory=Behaviour)
     on_event: Callable[[dict[str, object]], None] = lambda event: None
+    handed_over: set[tuple[str, int]] = field(default_factory=set)
+    """Transfers and attempts whose KV is there: of all workers of a fleet."""
     opened: list[pb.GenerateRequest] = field(default_factory=list)
     aborted: list[tuple[str, str]] = field(default_factory=list)
     lost: list[list[str]] = field(default_factory=list)
@@ -180,10 +184,14 @@ class FakeWorker:
         if fails and not behaviour.fail_after_tokens:
             session.send([self._failure(request_id)])
             return
+        attempt = (request.handoff.transfer_id, request.handoff.attempt)
         if request.handoff.side == pb.Handoff.SIDE_SEND:
+            self.handed_over.add(attempt)
             finish = pb.Finish(reason=pb.FINISH_REASON_LENGTH)
             session.send([pb.Output(request_id=request_id, finish=finish, cached_tokens=3)])
             return
+        while behaviour.waits_for_kv and is_received and attempt not in self.handed_over:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
         first = len(request.output_so_far)
         for position in range(first, request.sampling.max_tokens):
             output = pb.Output(request_id=request_id, token_ids=[token_at(request.prompt_token_ids, position)])

@@ -36,8 +36,9 @@ class Answer:
         return pb.ErrorCode.Name(self.finish.failure.code)
 
 
-async def collect(handle: Handle) -> Answer:
-    answer = Answer()
+async def collect(handle: Handle, answer: Answer | None = None) -> Answer:
+    """``answer`` shows what has come so far."""
+    answer = answer or Answer()
     async with asyncio.timeout(60):
         async for output in handle:
             answer.outputs.append(output)
@@ -57,10 +58,11 @@ class Fleet:
         self.router = router
         self.gateway = gateway
         self.workers: dict[str, FakeWorker] = {}
+        self._handed_over: set[tuple[str, int]] = set()
         self._sent = 0
 
     async def add(self, worker_id: str, role: str, **settings: object) -> FakeWorker:
-        worker = FakeWorker(worker_id, role, self.redis_url, **settings)  # type: ignore[arg-type]
+        worker = FakeWorker(worker_id, role, self.redis_url, handed_over=self._handed_over, **settings)  # type: ignore[arg-type]
         await worker.start()
         self.workers[worker_id] = worker
         await self.until_usable(worker)

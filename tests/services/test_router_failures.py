@@ -11,9 +11,13 @@ import pytest
 from pdserve.v1 import inference_pb2 as pb
 from tests.services.fake_worker import Behaviour, FakeWorker
 from tests.services.processes import RedisProcess, eventually, worker_process
-from tests.services.test_router import Fleet, collect, expected, fleet, running_fleet, valkey
+from tests.services.test_router import Answer, Fleet, collect, expected, fleet, running_fleet, valkey
 
 __all__ = ["fleet", "valkey"]  # fixtures
+
+
+WAITS = Behaviour(waits_for_kv=True)
+"""A decode worker that says nothing before its prefill worker has done its part."""
 
 
 def failing(code: str, **settings: object) -> Behaviour:
@@ -23,7 +27,7 @@ def failing(code: str, **settings: object) -> Behaviour:
 async def test_a_failed_prefill_is_retried_on_another(fleet: Fleet) -> None:
     bad = await fleet.add("p-bad", "prefill", behaviour=failing("ERROR_CODE_INTERNAL"))
     good = await fleet.add("p-good", "prefill")
-    d = await fleet.add("d0", "decode", behaviour=Behaviour(first_token_s=0.2))
+    d = await fleet.add("d0", "decode", behaviour=WAITS)
     for n in range(1, 5):
         assert (await fleet.ask()).tokens == expected(8)
         assert len(good.opened) == n
@@ -50,11 +54,14 @@ async def test_a_failed_decode_is_retried_on_another_and_its_prefill_aborted(fle
 
 async def test_with_one_pair_a_failed_handoff_is_tried_again_on_it(fleet: Fleet) -> None:
     p = await fleet.add("p0", "prefill", behaviour=failing("ERROR_CODE_HANDOFF_FAILED"))
-    await fleet.add("d0", "decode", behaviour=Behaviour(first_token_s=0.1))
-    asking = asyncio.create_task(fleet.ask())
-    await eventually(lambda: p.opened, "the first attempt")
-    p.behaviour = Behaviour()
-    assert (await asking).tokens == expected(8)
+    await fleet.add("d0", "decode", behaviour=WAITS)
+
+    def mend(event: dict[str, object]) -> None:
+        if event["event"] == "open" and len(p.opened) == 2:
+            p.behaviour = Behaviour()
+
+    p.on_event = mend
+    assert (await fleet.ask()).tokens == expected(8)
     assert len(p.opened) == 2
 
 
@@ -62,7 +69,7 @@ async def test_after_two_failed_handoffs_the_decode_worker_prefills_by_itself(fl
     """The network between them may be what fails, and everybody else is well."""
     for name in ("p0", "p1"):
         await fleet.add(name, "prefill", behaviour=failing("ERROR_CODE_HANDOFF_FAILED"))
-    decodes = [await fleet.add(name, "decode", behaviour=Behaviour(first_token_s=0.2)) for name in ("d0", "d1")]
+    decodes = [await fleet.add(name, "decode", behaviour=WAITS) for name in ("d0", "d1")]
     assert (await fleet.ask()).tokens == expected(8)
     opened = [request for decode in decodes for request in decode.opened]
     assert sorted(request.HasField("handoff") for request in opened) == [False, True, True]
@@ -90,7 +97,7 @@ async def test_a_full_worker_is_passed_over_and_full_workers_are_said_so(fleet: 
     full = failing("ERROR_CODE_OVERLOADED")
     await fleet.add("p0", "prefill", behaviour=full)
     p1 = await fleet.add("p1", "prefill")
-    d = await fleet.add("d0", "decode", behaviour=Behaviour(first_token_s=0.1))
+    d = await fleet.add("d0", "decode", behaviour=WAITS)
     for _ in range(2):
         assert (await fleet.ask()).tokens == expected(8)
     p1.behaviour = full
@@ -136,9 +143,10 @@ async def test_a_decode_worker_dies_or_stops_in_the_middle_of_an_answer(fleet: F
     ):
         await eventually(lambda: sum(w.usable for w in fleet.router.workers.with_role("decode")) == 2, "both are met")
         handles = [fleet.open(300) for _ in range(4)]
-        answers = [asyncio.create_task(collect(handle)) for handle in handles]
+        so_far = [Answer() for _ in handles]
+        answers = [asyncio.create_task(collect(*pair)) for pair in zip(handles, so_far, strict=True)]
         await eventually(lambda: len(d0.opened()) == len(d1.opened()) == 2, "each has two")
-        await asyncio.sleep(0.3)
+        await eventually(lambda: all(answer.tokens for answer in so_far), "all have begun")
         d0.signal(number)
         for answer in await asyncio.gather(*answers):
             assert answer.finish.reason == pb.FINISH_REASON_LENGTH
@@ -218,13 +226,14 @@ async def test_a_restart_is_a_new_incarnation_wherever_it_listens(fleet: Fleet) 
 async def test_the_older_incarnation_loses_its_requests_while_it_still_runs(fleet: Fleet) -> None:
     """Two processes with one worker id: the newer registration is the worker, the older one is not heard any more."""
     old = await fleet.add("d0", "decode", behaviour=Behaviour(token_interval_s=0.01))
-    asking = asyncio.create_task(fleet.ask(200))
-    await eventually(lambda: old.opened, "the older one has it")
+    so_far = Answer()
+    asking = asyncio.create_task(collect(fleet.open(1000), so_far))
+    await eventually(lambda: so_far.tokens, "the older one says it")
     new = FakeWorker("d0", "decode", fleet.redis_url)
     await new.start()
     fleet.workers["d0-new"] = new
     await fleet.until_usable(new)
-    assert (await asking).tokens == expected(200)
+    assert (await asking).tokens == expected(1000)
     assert new.opened[0].output_so_far
     assert old.lost == [[old.opened[0].request_id]]
 

@@ -11,9 +11,9 @@ from tests.services.test_router import Fleet, expected, fleet, valkey
 
 __all__ = ["fleet", "valkey"]  # fixtures
 
-WAITING = Behaviour(first_token_s=0.3)
+WAITING = Behaviour(waits_for_kv=True)
 """A decode worker whose KV has not come."""
-SLOW = Behaviour(first_token_s=1.0)
+SLOW = Behaviour(first_token_s=1.5)
 """A prefill worker that is still at it."""
 
 

@@ -193,7 +193,7 @@ async def test_a_decode_worker_with_a_popular_prefix_is_not_left_alone_with_it(
 async def test_full_queues_refuse_with_a_hint(valkey: RedisProcess) -> None:
     async with running_fleet(valkey, policy="prefix_aware", max_queued_tokens=300) as fleet:
         for worker in await four_workers(fleet):
-            worker.behaviour = Behaviour(first_token_s=0.5)
+            worker.behaviour = Behaviour(first_token_s=1.5)
         held = [asyncio.create_task(fleet.ask(1, prompt=[i] * 300)) for i in range(1, 3)]  # one queue each
         await eventually(lambda: sum(len(w.opened) for w in fleet.workers.values()) == 4, "the queues are full")
         refused = await fleet.ask(1, prompt=[9] * 300)

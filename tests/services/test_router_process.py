@@ -113,7 +113,7 @@ async def test_ready_serve_count_end(valkey: RedisProcess) -> None:
 async def test_what_runs_is_finished_before_it_ends(valkey: RedisProcess) -> None:
     async with router_process("--redis", valkey.url) as router:
         worker = FakeWorker("a0", "aggregated", valkey.url)
-        worker.behaviour.token_interval_s = 0.02
+        worker.behaviour.token_interval_s = 0.06
         await worker.start()
         session = await Session.connect(f"127.0.0.1:{router.port}", new_identity("gateway", "g0"))
 

@@ -22,6 +22,7 @@ from pdserve.session import Handle, OutputBuffer, Session
 from pdserve.session_server import SessionServer
 from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import inference_pb2_grpc
+from tests.ports import free_port
 from tests.services.fake_worker import Behaviour, FakeWorker, token_at
 from tests.services.processes import eventually, worker_process
 
@@ -142,8 +143,8 @@ async def test_an_id_is_open_once(worker: FakeWorker, session: Session) -> None:
 
 @pytest.mark.faults
 async def test_a_killed_peer_ends_its_requests_and_comes_back_as_another_incarnation() -> None:
-    async with worker_process("d0", "decode", "--token-interval-s", "0.02") as first:
-        port = await first.ready()
+    port = free_port()  # once the first one is dead, nobody else gets it
+    async with worker_process("d0", "decode", "--token-interval-s", "0.02", "--port", str(port)) as first:
         session = await Session.connect(f"127.0.0.1:{port}", new_identity("router", "r0"), timeout_s=30)
         before = session.peer.incarnation if session.peer else 0
         handle = session.open(generate("q", 100_000))

@@ -18,8 +18,8 @@ from pdserve.redis_server import redis_argv, redis_binary
 from pdserve.up.child import Child, ChildSpec, describe_exit, last_words
 from pdserve.up.errors import UpError
 from pdserve.up.health import http_is_healthy, redis_is_healthy
-from pdserve.up.plan import free_ports
 from pdserve.up.supervisor import ChildState, Supervisor
+from tests.ports import free_port
 
 SERVER = """
 import http.server, sys
@@ -34,7 +34,7 @@ SLOW = "import time; print('I wait', flush=True); time.sleep(60)"
 
 
 def server(name: str, tmp_path: Path) -> ChildSpec:
-    (port,) = free_ports(1)
+    port = free_port()
     argv = [sys.executable, "-c", SERVER, str(port)]
     return ChildSpec(name, argv, tmp_path / f"{name}.log", partial(http_is_healthy, "127.0.0.1", port))
 
