@@ -131,7 +131,13 @@ class World:
         self.numbers = itertools.count()
         self.stream = 1
         config = EngineConfig(
-            model="played", block_size=4, hash_block_tokens=2, max_num_seqs=5, max_num_batched_tokens=8
+            model="played",
+            block_size=4,
+            hash_block_tokens=2,
+            max_num_seqs=self.random.choice([2, 5]),
+            max_num_batched_tokens=self.random.choice([5, 8, 40]),
+            itl_budget_ms=self.random.choice([0.0, 0.2]),
+            enable_prefix_caching=self.random.random() < 0.8,
         )
         runner = PlayedRunner(config, self.device, self.random.choice([8, 12, 20]))
         self.runner = runner
@@ -189,6 +195,7 @@ class World:
             self.random.choice([1, 2, 12, 24]),
             timeout_s=0.05 if self.random.random() < 0.1 else 100.0,
             handoff=handoff,
+            priority=self.random.choice([0, 0, 1]),
             ignore_eos=self.random.random() < 0.5,
         )
         self.messages[rid], self.outputs[rid] = message, []
@@ -345,15 +352,15 @@ class World:
 
     def finish(self) -> None:
         self.core.while_waiting = None
-        for rid in [rid for rid in self.messages if rid not in self.ended]:
-            self.core.abort([rid], "the end")
-        for _ in range(6):
-            self.clock.now_s += 20
+        self.core.abort(list(self.core.scheduler.waiting_for_kv), "the end")
+        for turn in range(600):
+            self.clock.now_s += 0.01 if turn < 590 else 20
             for waiter in self.waiters:
                 waiter.close()
             self.handoff.poll()
             self.take(self.core.step().outputs)
-        assert set(self.ended) == set(self.messages)
+            if turn == 589:
+                assert set(self.ended) == set(self.messages), "a request waits for ever"
         assert not self.handoff._receiver.leases
         assert not self.handoff._receiver.open_transfers
         assert not self.handoff._receiver.parked

@@ -112,7 +112,12 @@ class World:
         self.numbers = itertools.count(1)
         self.seen: Counter[str] = Counter()
         config = EngineConfig(
-            model="played", block_size=4, hash_block_tokens=2, max_num_seqs=5, max_num_batched_tokens=6
+            model="played",
+            block_size=4,
+            hash_block_tokens=2,
+            max_num_seqs=self.random.choice([2, 5]),
+            max_num_batched_tokens=self.random.choice([5, 6, 40]),
+            enable_prefix_caching=self.random.random() < 0.8,
         )
         self.runner = PlayedRunner(config, device, self.random.choice([8, 10, 16]))
         self.core = EngineCore(config, self.runner, clock=clock)
@@ -230,13 +235,18 @@ class World:
     def transfers(self) -> list[Any]:
         return list(self.handoff._sender._by_request.values())
 
+    def has_finished(self, request_id: str) -> bool:
+        """By its first token."""
+        held = self.core.scheduler.holding.get(request_id)
+        return held is not None and held.first_output is not None and held.first_output.finish_reason is not None
+
     def done(self) -> None:
         """As soon as everything was sent: its slots may not be back yet. Or as soon as the first token ended it."""
         for transfer in self.transfers():
             if transfer.ended and transfer.segments_sent == self.expected[transfer.key] == transfer.segments_read:
                 self.say(transfer.peer, transfer.key, Done())
                 self.seen["done"] += 1
-            elif transfer.ended and self.core.scheduler.holding[transfer.request_id].first_output.finish_reason:
+            elif transfer.ended and self.has_finished(transfer.request_id):
                 self.say(transfer.peer, transfer.key, Done())
                 self.seen["finished"] += 1
 
@@ -281,17 +291,19 @@ class World:
 
     def finish(self) -> None:
         self.core.while_waiting = None
-        for rid in [rid for rid in self.messages if rid not in self.ended]:
-            self.core.abort([rid], "the end")
-        for _ in range(4):
-            self.clock.now_s += 20
+        for _ in range(400):
+            self.clock.now_s += 0.01
+            self.answer()
+            self.read()
+            self.done()
             for waiter in self.waiters:
-                waiter.close()
-            for channel in self.channels:
-                channel.lose()
+                waiter.go_on()
             self.handoff.poll()
             self.take(self.core.step().outputs)
-        assert set(self.ended) == set(self.messages)
+        assert set(self.ended) == set(self.messages), "a request waits for ever"
+        for channel in self.channels:
+            channel.lose()
+        self.handoff.poll()
         assert not self.handoff._sender.leases
         assert not self.handoff._sender.open_transfers
         assert self.arena.free_slots == self.arena.num_slots
