@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import engine.host_kv
+from engine.config import EngineConfig
 from engine.host_kv import HostKV
 from engine.kv_cache import KVCache
+from engine.wire_memory import WireMemory
+from tests.unit import played_device
 
 LAYERS, BLOCKS = 3, 12
 
@@ -84,3 +90,19 @@ def test_it_measures_what_copies_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.host_kv.time, "perf_counter", lambda: next(times))
     host = HostKV(make_cache(torch.float32), 1 << 20)
     assert host.bytes_per_s == 2 * 8 * host.block_bytes / 2.0
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_what_leaves_for_host_memory_is_read_before_its_blocks_are_written(told: bool) -> None:
+    """Blocks of a preempted request that was aborted in the same step: free for a hand-off, and still being read."""
+    device = played_device.PlayedDevice(0)
+    with played_device.played(device):
+        config = EngineConfig(model="played", block_size=4, hash_block_tokens=2)
+        runner = played_device.PlayedRunner(config, device, num_blocks=8)
+        host = played_device.PlayedHostKV(runner, device, 6, runner.copies.follow if told else lambda: None)
+        host.copy_out([3], [0])
+        words = np.zeros(4 * played_device.LAYERS * 2, np.int64)
+        wire = WireMemory(words.ctypes.data, words.nbytes)
+        runner.copies.unpack([3], 0, 4, 0, played_device.LAYERS, wire, torch.float32)
+        with contextlib.nullcontext() if told else pytest.raises(played_device.Race, match=r"'unpack'.*'to the host'"):
+            runner.copies.start()
