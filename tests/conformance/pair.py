@@ -166,7 +166,7 @@ class Pair:
             def is_at_rest(side: Side = side, rest: dict[str, int] = rest) -> bool:
                 return {name: self.stats(side)[name] for name in rest} == rest
 
-            self.run_until(is_at_rest, f"{side.config.worker_id} is at rest", 10.0)
+            self.run_until(is_at_rest, f"{side.config.worker_id} is at rest")
 
     def close(self) -> None:
         self.p.end()

@@ -22,7 +22,7 @@ from kv_transfer.segment import seal_mixed
 from kv_transfer.staging import DeviceView, SlotPool, StagingSlot
 from pdserve.v1 import kv_pb2
 
-SETTINGS = SocketSettings(connect_timeout_s=1.0, handshake_timeout_s=1.0, stall_timeout_s=0.7)
+SETTINGS = SocketSettings(connect_timeout_s=2.0, handshake_timeout_s=2.0, stall_timeout_s=2.0)
 SLOT_BYTES = 4096
 ME = kv_pb2.WorkerIdentity(worker_id="d", incarnation=9)
 LAYOUT = make_layout(
@@ -142,9 +142,9 @@ class World:
         return on_done
 
     def wait(self, what: str, holds: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 30
         while not holds():
-            assert time.monotonic() < deadline_s, f"not within 10 s: {what}; came: {self.came}; lost: {self.lost}"
+            assert time.monotonic() < deadline_s, f"not within 30 s: {what}; came: {self.came}; lost: {self.lost}"
             time.sleep(0.005)
             self.came += self.receiver.poll()
 

@@ -25,7 +25,7 @@ from kv_transfer.segment import SealedSegment, digest, seal
 from kv_transfer.staging import StagingArena
 from pdserve.v1 import kv_pb2
 
-SETTINGS = MappedSettings(handshake_timeout_s=0.5, stall_timeout_s=0.5)
+SETTINGS = MappedSettings(handshake_timeout_s=2.0, stall_timeout_s=2.0)
 SLOT_BYTES = 64 * 1024
 ME = kv_pb2.WorkerIdentity(worker_id="d", incarnation=9)
 LAYOUT = make_layout(
@@ -50,9 +50,9 @@ class Receiving:
         self.came: list[Arrived | ChannelLost] = []
 
     def wait(self, what: str, holds: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 30
         while not holds():
-            assert time.monotonic() < deadline_s, f"not within 10 s: {what}; came: {self.came}"
+            assert time.monotonic() < deadline_s, f"not within 30 s: {what}; came: {self.came}"
             time.sleep(0.005)
             self.came += self.receiver.poll()
 
@@ -139,7 +139,7 @@ def test_a_slot_comes_back_when_it_was_copied_and_not_before(receiving: Receivin
 def test_a_receiver_that_copies_nothing_is_lost(receiving: Receiving, sending: Sending) -> None:
     for index in range(3):
         sending.channel.send(sending.segment(index, b"x" * 100), sending.done.append)
-    assert sending.lost.wait(10)
+    assert sending.lost.wait(30)
     assert "stalled" in sending.reasons[0]
     assert len(sending.done) == 3
     assert sending.done[:2] == [None, None]
@@ -228,7 +228,7 @@ time.sleep(60)
     name = process.stdout.readline().strip()
     assert name in Path("/proc/net/unix").read_text()
     process.send_signal(signal.SIGKILL)
-    process.wait(10)
+    process.wait(30)
     process.stdout.close()
     assert name not in Path("/proc/net/unix").read_text()
     assert not [left for left in set(os.listdir("/dev/shm")) - before if "pdserve" in left]
@@ -236,11 +236,11 @@ time.sleep(60)
 
 def test_close_is_quick_while_connecting() -> None:
     sending = Sending("@pdserve-nobody-listens")
-    assert sending.lost.wait(5)
+    assert sending.lost.wait(30)
     since_s = time.monotonic()
     sending.channel.close()
     sending.sender.close()
-    assert time.monotonic() - since_s < 1.0
+    assert time.monotonic() - since_s < SETTINGS.handshake_timeout_s
 
 
 def test_many_small_segments_come_whole_and_in_order(receiving: Receiving, sending: Sending) -> None:
@@ -261,7 +261,7 @@ def test_many_small_segments_come_whole_and_in_order(receiving: Receiving, sendi
         slot.view[: len(content)] = content
         segment = seal(header(index, len(content)), slot.view[: len(content)])
         sending.channel.send(segment, lambda error, slot=slot: sending.arena.give_back(slot))
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 30
     while len(got) < len(contents) or sending.arena.used_bytes:
         assert time.monotonic() < deadline_s, f"{len(got)} came"
         drain()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 import threading
@@ -21,7 +22,7 @@ from kv_transfer.staging import StagingArena
 from pdserve.v1 import kv_pb2
 
 SETTINGS = SocketSettings(
-    connect_timeout_s=0.5, handshake_timeout_s=0.3, stall_timeout_s=0.3, segment_timeout_s=1.0, max_connections=4
+    connect_timeout_s=2.0, handshake_timeout_s=1.5, stall_timeout_s=1.5, segment_timeout_s=4.0, max_connections=4
 )
 SLOT_BYTES = 64 * 1024
 ME = kv_pb2.WorkerIdentity(worker_id="d", incarnation=9)
@@ -50,7 +51,7 @@ class Receiving:
         self.port = int(self.endpoint.rpartition(":")[2])
         self.came: list[Arrived | ChannelLost] = []
 
-    def wait(self, what: str, holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    def wait(self, what: str, holds: Callable[[], bool], timeout_s: float = 30.0) -> None:
         deadline_s = time.monotonic() + timeout_s
         while not holds():
             assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {what}"
@@ -199,8 +200,10 @@ def test_a_sender_that_trickles_is_lost_too(receiving: Receiving) -> None:
         receiving.came += receiving.receiver.poll()
         if receiving.lost:
             break
-        client.sendall(bytes([byte]))
+        with contextlib.suppress(ConnectionError):  # it is lost just now
+            client.sendall(bytes([byte]))
         time.sleep(0.1)
+    receiving.wait("the loss is told", lambda: bool(receiving.lost))
     assert "deadline" in receiving.lost[0]
     assert receiving.arena.used_bytes == 0
     client.close()
@@ -208,7 +211,7 @@ def test_a_sender_that_trickles_is_lost_too(receiving: Receiving) -> None:
 
 def test_an_idle_sender_is_not_lost(receiving: Receiving) -> None:
     client, _ = receiving.greet()
-    time.sleep(3 * SETTINGS.stall_timeout_s)
+    time.sleep(1.5 * SETTINGS.stall_timeout_s)
     client.sendall(packet(0, b"payload"))
     receiving.wait("the segment comes", lambda: bool(receiving.segments))
     assert bytes(receiving.segments[0].payload) == b"payload"
@@ -252,7 +255,7 @@ def test_close_is_quick_whatever_the_senders_do() -> None:
     silent = receiving.connect()
     started_s = time.monotonic()
     receiving.receiver.close()
-    assert time.monotonic() - started_s < 1.0
+    assert time.monotonic() - started_s < SETTINGS.stall_timeout_s
     for client in (stalled, waiting, silent):
         client.close()
 
@@ -312,7 +315,7 @@ def test_nobody_listens() -> None:
         endpoint = f"127.0.0.1:{server.getsockname()[1]}"
     sending = Sending(endpoint)
     sending.send()
-    assert sending.lost.wait(5)
+    assert sending.lost.wait(30)
     assert len(sending.reasons) == 1
     assert sending.done == sending.reasons
     sending.send()  # afterwards, too
@@ -325,7 +328,7 @@ def test_a_receiver_that_takes_nothing_is_lost(listening: Listening) -> None:
     for _ in range(20):
         sending.send()
     listening.accept()
-    assert sending.lost.wait(5)
+    assert sending.lost.wait(30)
     assert "stalled" in sending.reasons[0]
     assert len(sending.done) == 20  # each exactly once
     assert sending.done[-1] is not None
@@ -335,7 +338,7 @@ def test_a_receiver_that_takes_nothing_is_lost(listening: Listening) -> None:
 def test_a_receiver_that_goes_while_all_is_idle_is_seen(listening: Listening) -> None:
     sending = Sending(listening.endpoint)
     listening.accept().close()
-    assert sending.lost.wait(5)
+    assert sending.lost.wait(30)
     assert "closed by the receiver" in sending.reasons[0]
     sending.channel.close()
 
@@ -344,7 +347,7 @@ def test_something_else_answers() -> None:
     listening = Listening(b"HTTP/1.1 400 Bad Request\r\n\r\n")
     sending = Sending(listening.endpoint)
     listening.accept()
-    assert sending.lost.wait(5)
+    assert sending.lost.wait(30)
     assert "does not answer as a pdserve KV endpoint" in sending.reasons[0]
     sending.channel.close()
     listening.close()
@@ -360,7 +363,7 @@ def test_close_is_quick_whatever_the_receiver_does(listening: Listening, when: s
         listening.accept()
     started_s = time.monotonic()
     sending.channel.close()
-    assert time.monotonic() - started_s < 1.1
+    assert time.monotonic() - started_s < SETTINGS.connect_timeout_s
     assert not sending.lost.wait(0.5)  # not after close
     assert len(sending.done) == (20 if when == "sending" else 0)
 

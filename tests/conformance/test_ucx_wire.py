@@ -20,7 +20,7 @@ from kv_transfer.segment import seal
 from kv_transfer.staging import StagingArena
 from pdserve.v1 import kv_pb2
 
-SETTINGS = SocketSettings(connect_timeout_s=0.5, handshake_timeout_s=0.5, stall_timeout_s=0.5, segment_timeout_s=1.0)
+SETTINGS = SocketSettings(connect_timeout_s=2.0, handshake_timeout_s=2.0, stall_timeout_s=2.0, segment_timeout_s=4.0)
 SLOT_BYTES = 1 << 20
 ME = kv_pb2.WorkerIdentity(worker_id="d", incarnation=9)
 LAYOUT = make_layout(
@@ -45,9 +45,9 @@ class Receiving:
         self.came: list[Arrived | ChannelLost] = []
 
     def wait(self, what: str, holds: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 30
         while not holds():
-            assert time.monotonic() < deadline_s, f"not within 10 s: {what}; came: {self.came}"
+            assert time.monotonic() < deadline_s, f"not within 30 s: {what}; came: {self.came}"
             time.sleep(0.005)
             self.came += self.receiver.poll()
 

@@ -5,6 +5,7 @@ Everything is as rendered, but for names (DNS), addresses to listen on, and the 
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -25,16 +26,10 @@ from tests.e2e.test_rolling import write_model
 pytestmark = pytest.mark.faults
 
 OVERLAY = "cpu-demo"
-ADDRESSES = {
-    "redis": "127.0.7.1",
-    "router-0": "127.0.7.2",
-    "router-1": "127.0.7.3",
-    "prefill-0": "127.0.7.4",
-    "prefill-1": "127.0.7.5",
-    "decode-0": "127.0.7.6",
-    "decode-1": "127.0.7.7",
-    "gateway-0": "127.0.7.8",
-}
+NETWORK = f"127.{os.getpid() % 200 + 20}.{time.time_ns() // 1000 % 250}"
+"""Another run of this test on the same host has the same ports, at other addresses."""
+PODS = ("redis", "router-0", "router-1", "prefill-0", "prefill-1", "decode-0", "decode-1", "gateway-0")
+ADDRESSES = {name: f"{NETWORK}.{n}" for n, name in enumerate(PODS, 1)}
 BODY = {
     "prompt": list(range(5, 105)),
     "max_tokens": 1500,
@@ -54,7 +49,7 @@ class RunningPod(Member):
         return ADDRESSES[self.name]
 
     def get(self, path: str, port: int) -> httpx.Response:
-        return httpx.get(f"http://{self.address}:{port}{path}", timeout=5)
+        return httpx.get(f"http://{self.address}:{port}{path}", timeout=20)
 
     def is_busy(self) -> bool:
         port = self.manifest.ports.get("metrics") or self.manifest.ports["http"]
@@ -99,7 +94,7 @@ def fleet(tmp_path: Path) -> Iterator[dict[str, RunningPod]]:
         for member in running.values():
             member.terminate()
         redis.terminate()
-        redis.wait(10)
+        redis.wait(30)
 
 
 def redis_args() -> list[str]:
@@ -110,9 +105,9 @@ def redis_args() -> list[str]:
 
 def test_probes_are_answered_and_drains_fit_their_grace(fleet: dict[str, RunningPod]) -> None:
     for member in fleet.values():
-        wait_until(f"{member.name} has started", lambda member=member: member.probe("startupProbe"), 60)  # type: ignore[misc]
+        wait_until(f"{member.name} has started", lambda member=member: member.probe("startupProbe"), 150)  # type: ignore[misc]
     for member in fleet.values():
-        wait_until(f"{member.name} is ready: {member.tail()}", lambda m=member: m.probe("readinessProbe"), 90)  # type: ignore[misc]
+        wait_until(f"{member.name} is ready: {member.tail()}", lambda m=member: m.probe("readinessProbe"), 150)  # type: ignore[misc]
         assert member.probe("livenessProbe")
     gateway = fleet["gateway-0"]
     url = f"http://{gateway.address}:{gateway.manifest.ports['http']}"
@@ -160,5 +155,5 @@ def drain(member: RunningPod) -> None:
         if member.process.poll() is None:
             saw_unready = saw_unready or (live and not ready)
         time.sleep(0.02)
-    assert member.process.wait(1) == 0, member.tail()
+    assert member.process.wait(10) == 0, member.tail()
     assert saw_unready or member.manifest.role == "prefill", "it was alive and ready, to the end"

@@ -47,18 +47,18 @@ def script(name: str, tmp_path: Path, code: str) -> ChildSpec:
 
 
 async def until(what: str, check: Callable[[], object]) -> None:
-    for _ in range(1000):
+    for _ in range(3000):
         if check():
             return
         await asyncio.sleep(0.02)
-    raise AssertionError(f"not within 20 s: {what}")
+    raise AssertionError(f"not within 60 s: {what}")
 
 
 async def test_all_start_and_all_end(tmp_path: Path) -> None:
     specs = [server(name, tmp_path) for name in ("a", "b", "c")]
     changes: list[tuple[str, ChildState]] = []
     supervisor = Supervisor(specs, lambda name, state, text: changes.append((name, state)))
-    await supervisor.start(timeout_s=30)
+    await supervisor.start(timeout_s=60)
     pids = supervisor.pids
     assert set(pids) == {"a", "b", "c"}
     assert {state for state, _ in supervisor.states.values()} == {ChildState.READY}
@@ -73,7 +73,7 @@ async def test_a_child_that_dies_ends_the_start_with_one_line(tmp_path: Path) ->
         with pytest.raises(
             UpError, match=rf"^broken exited with 3 while starting: why; its log: {tmp_path}/broken\.log$"
         ):
-            await supervisor.start(timeout_s=30)
+            await supervisor.start(timeout_s=60)
     finally:
         await supervisor.stop()
     assert (tmp_path / "broken.log").read_text() == "why\n"
@@ -86,15 +86,15 @@ async def test_a_program_that_is_not_there_ends_the_start_too(tmp_path: Path) ->
 
     supervisor = Supervisor([ChildSpec("absent", [str(tmp_path / "none")], tmp_path / "absent.log", never)])
     with pytest.raises(UpError, match=r"absent cannot be started \(No such file"):
-        await supervisor.start(timeout_s=30)
+        await supervisor.start(timeout_s=60)
     await supervisor.stop()
 
 
 async def test_a_child_that_is_never_ready_is_named(tmp_path: Path) -> None:
     supervisor = Supervisor([server("fine", tmp_path), script("slow", tmp_path, SLOW)])
     try:
-        with pytest.raises(UpError, match=r"not ready within 6 s: slow \(.*slow\.log\), which says: I wait; read"):
-            await supervisor.start(timeout_s=6)
+        with pytest.raises(UpError, match=r"not ready within 10 s: slow \(.*slow\.log\), which says: I wait; read"):
+            await supervisor.start(timeout_s=10)
     finally:
         await supervisor.stop()
 
@@ -102,7 +102,7 @@ async def test_a_child_that_is_never_ready_is_named(tmp_path: Path) -> None:
 async def test_later_a_dead_child_is_restarted(tmp_path: Path) -> None:
     changes: list[str] = []
     supervisor = Supervisor([server("a", tmp_path), server("b", tmp_path)])
-    await supervisor.start(timeout_s=30)
+    await supervisor.start(timeout_s=60)
     try:
         supervisor.on_change = lambda name, state, text: changes.append(f"{name} {state.value} {text}")
         first, other = supervisor.pids["a"], supervisor.pids["b"]
@@ -167,7 +167,7 @@ async def test_our_redis_starts_and_answers(tmp_path: Path) -> None:
     )
     assert not await redis_is_healthy(socket)
     supervisor = Supervisor([spec])
-    await supervisor.start(timeout_s=20)
+    await supervisor.start(timeout_s=60)
     assert await redis_is_healthy(socket)
     await supervisor.stop()
     assert not await redis_is_healthy(socket)
