@@ -197,6 +197,12 @@ def drain(context: typer.Context) -> None:
 
 
 @app.command(context_settings=_PASS_ON)
+def plan(context: typer.Context) -> None:
+    """Say what fits on a GPU and how many workers a load needs (flags: pdserve plan --help)."""
+    _exec("bench.plan", context.args)
+
+
+@app.command(context_settings=_PASS_ON)
 def bench(context: typer.Context, what: Annotated[str, typer.Argument(help=", ".join(_BENCHES))]) -> None:
     """Measure: `pdserve bench serve --help` is the load generator."""
     if what not in _BENCHES:

@@ -47,6 +47,7 @@ MODULES = (
     "decode_service.__main__",
     "worker.drain_command",
     "bench.serve.__main__",
+    "bench.plan",
 )
 
 
