@@ -92,8 +92,13 @@ class Sender:
         deadline_s: float,
         no_kv: bool = False,
     ) -> None:
-        """The request could run now: ask the receiver. Asking twice is one question."""
+        """The request could run now: ask the receiver. Asking twice is one question; a second request of one attempt,
+        which a faulty router may send, fails."""
         transfer = self._by_request.get(request_id)
+        if transfer is None and key in self._by_key:
+            self.counters.count_failed("tombstone")
+            self._port.transfer_failed(request_id, "this attempt has a request already", False)
+            return
         if transfer is None:
             lease = Lease(self._clock, self._lease_s, deadline_s)
             transfer = SendTransfer(request_id, key, peer, receiver_incarnation, prompt_tokens, lease)

@@ -54,6 +54,17 @@ def test_asks_once_until_it_is_answered(world: World) -> None:
     assert len(world.p_backend.channels) == 1
 
 
+def test_a_second_request_of_an_attempt_fails_and_leaves_the_first_alone(world: World) -> None:
+    key = granted(world, "r", 32)
+    world.p_port.kv["other"] = world.p_port.kv["r"]
+    world.sender.want_ticket("other", key, D_PEER, 2, 32, world.clock.now_s + 600)
+    assert "has a request already" in world.p_port.failed["other"]
+    assert "r" not in world.p_port.failed
+    answer(world, key, Abort("gone"))
+    assert "r" in world.p_port.failed
+    world.assert_at_rest()
+
+
 def test_refused_ends_the_request_with_the_reason(world: World) -> None:
     key = world.add_to_p("r", 32)
     answer(world, key, Refused("layouts differ: ours 1, theirs 2"))
