@@ -38,7 +38,7 @@ from kv_transfer.transfer import Moved, TransferKey
 from pdserve.v1 import inference_pb2, kv_pb2, worker_pb2
 from telemetry import logs
 from worker.launch import EngineLaunch, decode_launch
-from worker.translate import first_output_from_pb
+from worker.translate import first_output_from_pb, is_first_output
 
 log = structlog.get_logger()
 
@@ -258,6 +258,8 @@ def frame_from_pb(message: worker_pb2.HandoffFrame) -> Frame:
             )
         case "end":
             first_output = message.end.first_output
+            if not is_first_output(first_output):
+                return Frame(key, Abort("the sender's first output has no token"))
             return Frame(
                 key,
                 End(message.end.num_segments, first_output.SerializeToString(), first_output.HasField("finish")),

@@ -158,6 +158,13 @@ def output_to_pb(output: RequestOutput, request_id: str) -> pb.Output:
     return message
 
 
+def is_first_output(message: pb.Output) -> bool:
+    """Whether a decode worker could go on from it: one token, or an end."""
+    if message.HasField("finish"):
+        return message.finish.reason in FINISH_FROM_PB
+    return len(message.token_ids) == 1
+
+
 def first_output_from_pb(message: pb.Output, request_id: str) -> RequestOutput:
     """A prefill worker's first output, as the decode engine emits it."""
     phases = message.phases
