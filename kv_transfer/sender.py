@@ -265,7 +265,9 @@ class Sender:
                 sender=self._me, layout=self._layout, receiver_incarnation=transfer.receiver_incarnation
             )
 
-            def on_lost(reason: str) -> None:  # on a network thread, perhaps before there is a link
+            made: Link | None = None  # still so when it is lost while connecting, which then fails
+
+            def on_lost(reason: str) -> None:  # on a network thread
                 self._news.put(lambda: self._on_link_lost(made, reason))
                 self._wakeup()
 
@@ -274,8 +276,8 @@ class Sender:
             log.info("kv_channel", lane=ticket.backend, endpoint=ticket.endpoint, peer=transfer.peer)
         return link
 
-    def _on_link_lost(self, link: Link, reason: str) -> None:
-        if self._links.get(link.name) is not link:  # dropped meanwhile; there may be a new one of this name
+    def _on_link_lost(self, link: Link | None, reason: str) -> None:
+        if link is None or self._links.get(link.name) is not link:  # dropped; there may be a new one
             return
         for transfer in [t for t in self._by_request.values() if t.link is link]:
             if not transfer.ended or transfer.segments_read < transfer.segments_planned:
