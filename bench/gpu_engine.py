@@ -15,7 +15,7 @@ import itertools
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,9 @@ class Row:
 class Bench:
     """One model's engine and what was measured with it."""
 
-    def __init__(self, model: str, output: Path, **options: object) -> None:
+    def __init__(
+        self, model: str, output: Path, *, runner_class: type[GpuRunner] = GpuRunner, **options: object
+    ) -> None:
         self.model = model
         self._output = output
         self.rows: list[Row] = []
@@ -64,7 +66,7 @@ class Bench:
             }  # fmt: skip
             config = EngineConfig(**settings)  # type: ignore[arg-type]
             started_s = time.monotonic()
-            self.runner = GpuRunner(config)
+            self.runner = runner_class(config)
             self.add("start (weights made, not read)", "s", [time.monotonic() - started_s], START)
         self.config = config
 
@@ -83,7 +85,15 @@ class Bench:
         tokens: list[int] = self._rng.integers(0, self._vocab, length).tolist()
         return tokens
 
-    def run(self, core: EngineCore, prompts: Sequence[list[int]], max_tokens: int, **sampling: Any) -> float:
+    def run(
+        self,
+        core: EngineCore,
+        prompts: Sequence[list[int]],
+        max_tokens: int,
+        *,
+        after_step: Callable[[], None] | None = None,
+        **sampling: Any,
+    ) -> float:
         """Seconds from the first ``add`` to the last output, all requests at once."""
         messages = []
         for prompt in prompts:
@@ -101,6 +111,8 @@ class Bench:
             for output in core.step().outputs:
                 assert not output.error_message, output.error_message
                 count += len(output.token_ids)
+            if after_step is not None:
+                after_step()
         elapsed_s = time.perf_counter() - started_s
         assert count == len(prompts) * max_tokens
         return elapsed_s
@@ -128,7 +140,7 @@ class Bench:
             self.add(what, "ms", runs, goal)
 
     def burst(self, requests: int = 1000) -> None:
-        sampled = {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
+        sampled: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
         for what, goal, sampling in (
             ("greedy", BURST[self.model], {}), ("t 0.8, p 0.95, k 50", SAMPLED_BURST.get(self.model, NO_GOAL), sampled),
         ):  # fmt: skip
@@ -175,7 +187,7 @@ def main() -> None:
     parser.add_argument("--requests", default="", help="only decode rows of these batch sizes, as 1,8")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=INT", help="fields of EngineConfig")
     args = parser.parse_args()
-    options = {name: int(value) for name, value in (pair.split("=") for pair in args.set)}
+    options: dict[str, Any] = {name: int(value) for name, value in (pair.split("=") for pair in args.set)}
     bench = Bench(args.model, args.output, **options)
     print(f"{'work':<44}{'ours':>10} {'':<8}{'vLLM':>10}{'limit':>9}{'target':>9}")
     chosen = args.only.split(",")
