@@ -1,16 +1,17 @@
 """Times the whole engine on one GPU, from ``EngineCore.add`` to the last output, against vLLM's figures.
 
-    python -m bench.gpu_engine --model llama-3.1-8b --output engine.json [--only prefill,decode,burst,prefix,trace]
+    python -m bench.gpu_engine --model llama-3.1-8b --output engine.json [--only prefill,decode,burst,prefix]
 
-Random weights of the true shape, greedy unless said, output lengths fixed. Every prompt is new, so nothing is cached
-unless it says so. A decode row is (time of n + 1 tokens - time of one token) / n, where both
-runs find the prompts' KV in the prefix cache, so that prefill weighs little in either. vLLM's figures, limits and
-targets are in ``goals``.
+Also in ``--only``: prefix-cost (the prefix cache on and off where nothing hits), trace, trace-prefill. Random weights of
+the true shape, greedy unless said, output lengths fixed. Every prompt is new, so nothing is cached unless it says so. A
+decode row is (time of n + 1 tokens - time of one token) / n, where both runs find the prompts' KV in the prefix cache, so
+that prefill weighs little in either. vLLM's figures, limits and targets are in ``goals``.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import tempfile
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.goals import BURST, DECODE, NO_GOAL, PREFILL, PREFIX, SAMPLED_BURST, START, Goal, is_met
+from bench.goals import BURST, DECODE, NO_GOAL, PREFILL, PREFIX, PREFIX_COST, SAMPLED_BURST, START, Goal, is_met
 from bench.gpu_trace import trace_gaps
 from bench.random_models import SHAPES, write_model
 from engine.config import EngineConfig
@@ -77,9 +78,9 @@ class Bench:
         # After each row: an interrupted run leaves what it has.
         self._output.write_text(json.dumps([asdict(row) for row in self.rows], indent=1))
 
-    def core(self) -> EngineCore:
+    def core(self, **options: Any) -> EngineCore:
         """With an empty prefix cache."""
-        return EngineCore(self.config, self.runner)
+        return EngineCore(dataclasses.replace(self.config, **options), self.runner)
 
     def prompt(self, length: int) -> list[int]:
         tokens: list[int] = self._rng.integers(0, self._vocab, length).tolist()
@@ -163,6 +164,18 @@ class Bench:
             what = f"{percent} % cached" + (", one prefix" if heads == 1 else "")
             self.add(f"{requests} x (2048 -> 128), {what}", "req/s", [requests / elapsed_s], given)
 
+    def prefix_cost(self, pairs: int, loads: Sequence[tuple[int, int]]) -> None:
+        """What the prefix cache costs where it hits nothing: each load with it and without, in turns."""
+        for requests, length in loads:
+            lost = []
+            for _ in range(pairs):
+                took_s = [
+                    self.run(self.core(enable_prefix_caching=on), [self.prompt(length) for _ in range(requests)], 128)
+                    for on in (False, True)
+                ]
+                lost.append(100 * (1 - took_s[0] / took_s[1]))
+            self.add(f"{requests} x ({length} -> 128), lost to the prefix cache", "%", lost, PREFIX_COST)
+
     def trace_prefill(self, length: int = 8192) -> None:
         core = self.core()
         self.run(core, [self.prompt(length)], 1)
@@ -183,6 +196,8 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(SHAPES), required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--only", default="prefill,decode,burst,prefix,trace")
+    parser.add_argument("--pairs", type=int, default=2, help="of prefix-cost: runs with and without the cache")
+    parser.add_argument("--cost-loads", default="128x2048,1000x512", help="of prefix-cost: requests x prompt tokens")
     parser.add_argument("--trace-requests", type=int, default=1)
     parser.add_argument("--requests", default="", help="only decode rows of these batch sizes, as 1,8")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=INT", help="fields of EngineConfig")
@@ -201,6 +216,9 @@ def main() -> None:
         bench.burst()
     if "prefix" in chosen:
         bench.prefix()
+    if "prefix-cost" in chosen:
+        loads = [part.split("x") for part in args.cost_loads.split(",")]
+        bench.prefix_cost(args.pairs, [(int(requests), int(length)) for requests, length in loads])
     if "trace" in chosen:
         bench.trace(args.trace_requests, 1024)
     if "trace-prefill" in chosen:

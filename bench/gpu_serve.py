@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -37,6 +37,16 @@ from bench.random_models import SHAPES, write_model
 
 _MAX_MODEL_LEN = 36_000
 _TIMEOUT_S = 400.0
+
+
+class Answer(NamedTuple):
+    """One request; times in milliseconds."""
+
+    input_tokens: int
+    output_tokens: int
+    ttft: float
+    tpot: float
+    itl_p99: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +73,7 @@ class Row:
     exposed_transfer_ms: float
     """Mean of the gateway's phase: from the end of the prefill until D had verified everything."""
     client_cpu_share: float
+    requests: list[Answer] = field(default_factory=list)
 
     @classmethod
     def of(cls, cluster: str, load: str, result: dict[str, Any], exposed_ms: float) -> Row:
@@ -88,6 +99,16 @@ class Row:
             share_prompt=prompt / len(requests),
             exposed_transfer_ms=exposed_ms,
             client_cpu_share=result["client_cpu_share"],
+            requests=[
+                Answer(
+                    each["input_tokens"],
+                    each["output_tokens"],
+                    round(1e3 * each["ttft_s"], 1),
+                    round(1e3 * (each["tpot_s"] or 0), 2),
+                    round(1e3 * each["itl_p99_s"], 2),
+                )
+                for each in answered
+            ],
         )
 
     def __str__(self) -> str:
@@ -160,18 +181,23 @@ def main(
     gpus: Annotated[int, typer.Option(help="1 or 2.")] = 1,
     seconds: Annotated[float, typer.Option(help="Of each load.")] = 20.0,
     share: Annotated[str, typer.Option(help="Of the capacity, for traces without a stretch.")] = "0.5,0.8,1.0",
+    given: Annotated[str, typer.Option("--capacity", help="Requests/s of traces, as FILE=RATE,FILE=RATE.")] = "",
     only: Annotated[str, typer.Option(help="Of aggregated, apart, apart-mps; each also @TOKENS.")] = "aggregated,apart",
     up_flags: Annotated[str, typer.Option(help="More flags of `pdserve up` for all clusters.")] = "",
 ) -> None:
     """Aggregated workers against prefill and decode apart."""
     try:
         chosen = [parse(text, seconds) for text in loads.split(",")]
+        rates = {name: float(rate) for name, rate in (part.split("=") for part in given.split(",") if part)}
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
-    if any(isinstance(each, Trace) for each in chosen) and not only.startswith("aggregated"):
-        raise typer.BadParameter("shares are of what the aggregated cluster carries: begin --only with aggregated")
+    unknown = [each for each in chosen if isinstance(each, Trace) and Path(each.file).name not in rates]
+    if unknown and not only.startswith("aggregated"):
+        raise typer.BadParameter(
+            "shares are of what the aggregated cluster carries: begin --only with aggregated, or give --capacity"
+        )
     shares = [float(part) for part in share.split(",")]
-    measured = Measured(model, gpus, up_flags)
+    measured = Measured(model, gpus, up_flags, capacity=rates)
     with tempfile.TemporaryDirectory() as folder:
         directory = write_model(model, Path(folder) / model, with_tokenizer=True)
         more = ["--model", directory, "--load-format", "dummy", "--max-model-len", str(_MAX_MODEL_LEN)]

@@ -58,7 +58,8 @@ def test_capacity_is_the_rate_of_a_burst_without_its_last_requests() -> None:
 
 def test_shares_count_requests_that_were_not_answered() -> None:
     def request(outcome: str, ttft_s: float, tpot_s: float | None, itl_p99_s: float) -> dict[str, object]:
-        return {"outcome": outcome, "ttft_s": ttft_s, "tpot_s": tpot_s, "itl_p99_s": itl_p99_s}
+        times = {"ttft_s": ttft_s, "tpot_s": tpot_s, "itl_p99_s": itl_p99_s}
+        return {"outcome": outcome, "input_tokens": 100, "output_tokens": 5, **times}
 
     names = [f"{kind}_{what}_ms" for kind in ("median", "p99") for what in ("ttft", "tpot", "itl")]
     result = dict.fromkeys([*names, "request_throughput", "output_throughput", "client_cpu_share"], 1.0)
@@ -70,6 +71,8 @@ def test_shares_count_requests_that_were_not_answered() -> None:
     ]
     row = Row.of("apart", "load", {**result, "total_cached_tokens": 0, "requests": answers}, 1.5)
     assert (row.sent, row.done, row.share_steady, row.share_prompt) == (4, 3, 0.5, 0.5)
+    assert row.requests[1] == (100, 5, 200.0, 0.0, 30.0)
+    assert len(row.requests) == 3
 
 
 def test_two_gpus_are_two_aggregated_workers_or_one_of_each() -> None:
