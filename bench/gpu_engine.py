@@ -2,10 +2,10 @@
 
     python -m bench.gpu_engine --model llama-3.1-8b --output engine.json [--only prefill,decode,burst,prefix]
 
-Also in ``--only``: prefix-cost (the prefix cache on and off where nothing hits), trace, trace-prefill. Random weights of
-the true shape, greedy unless said, output lengths fixed. Every prompt is new, so nothing is cached unless it says so. A
-decode row is (time of n + 1 tokens - time of one token) / n, where both runs find the prompts' KV in the prefix cache, so
-that prefill weighs little in either. vLLM's figures, limits and targets are in ``goals``.
+Also in ``--only``: prefix-cost (the prefix cache on and off where nothing hits), trace, trace-prefill. Random weights
+of the true shape, greedy unless said, output lengths fixed. Every prompt is new, so nothing is cached unless it says
+so. A decode row is (time of n + 1 tokens - time of one token) / n, where both runs find the prompts' KV in the prefix
+cache, so that prefill weighs little in either. vLLM's figures, limits and targets are in ``goals``.
 """
 
 from __future__ import annotations
