@@ -67,18 +67,22 @@ class SharedPrefill:
         limit_s = _wait_s(prefill, s_per_token, now_s) + lacks * s_per_token + handoff_s - MIN_GAIN_S
         usual = GO_ON if self._goes_on else BEGIN
 
+        def prompt_s(worker: W) -> float:
+            return _uncached(prompt, worker) * _shared_s_per_token(worker, s_per_token)
+
         def is_sooner(worker: W) -> bool:
             less = _uncached(prompt, worker) / lacks
-            per_token_s = _shared_s_per_token(worker, s_per_token)
-            prompt_s = _uncached(prompt, worker) * per_token_s
-            margin = LONG if prompt_s > LONG_S else usual
-            return (_wait_s(worker, per_token_s, now_s) + prompt_s) * max(1.0, margin * min(1.0, less)) < limit_s
+            margin = LONG if prompt_s(worker) > LONG_S else usual
+            needs_s = _wait_s(worker, _shared_s_per_token(worker, s_per_token), now_s) + prompt_s(worker)
+            return needs_s * max(1.0, margin * min(1.0, less)) < limit_s
 
         decodes = next(pool.decodes for pool in pools if choice.decode in pool.decodes)
         if len(decodes) > MAX_LOOKED_AT:
             decodes = [choice.decode, *self._random.sample(decodes, MAX_LOOKED_AT)]
-        found = [worker for worker in decodes if _has_room(prompt, worker) and is_sooner(worker)]
-        self._goes_on = bool(found)
+        asked = [worker for worker in decodes if _has_room(prompt, worker)]
+        found = [worker for worker in asked if is_sooner(worker)]
+        if found or any(prompt_s(worker) <= LONG_S for worker in asked):  # else it says nothing of the queue
+            self._goes_on = bool(found)
         return [Pool((), found)] if found else []
 
     def within(self, prompt: PromptInfo, pools: Sequence[Pool[W]], limit_s: float, now_s: float) -> list[Pool[W]]:

@@ -63,6 +63,16 @@ def test_once_it_helps_less_will_do() -> None:
     assert helpers(shared, Worker("p0", queued=1600), d) == []  # it has to begin again
 
 
+def test_prompts_that_say_nothing_of_the_queue_do_not_end_the_help() -> None:
+    """One that would keep the decode worker busy for long, and one that it has no room for."""
+    shared, d = SharedPrefill(), Worker("d0", offer())
+    assert helpers(shared, Worker("p0", queued=3000), d) == ["d0"]
+    assert helpers(shared, Worker("p0", queued=3000), d, prompt=PromptInfo(6000, 64)) == []
+    assert helpers(shared, Worker("p0", queued=1600), d) == ["d0"]
+    assert helpers(shared, Worker("p0", queued=3000), Worker("d1", offer(used=0.895))) == []
+    assert helpers(shared, Worker("p0", queued=1600), d) == ["d0"]
+
+
 def test_a_prompt_that_would_keep_it_busy_for_long_stays_with_the_prefill_worker_unless_that_takes_far_longer() -> None:
     # By the decode worker 0.9 and 1.2 s; by the prefill worker 0.45 and 0.6 s, and what waits there.
     d, short, long = Worker("d0", offer()), PromptInfo(4500, 64), PromptInfo(6000, 64)
