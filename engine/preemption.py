@@ -1,11 +1,13 @@
-"""When a preempted request may come back: never so early that it would lose its blocks again before it got on.
+"""When a preempted request may come back, and what keeps it from losing its blocks again before it got on.
 
-Pure; called by the scheduler. Why nothing locks up:
+Pure; called by the scheduler. Why nothing locks up, in one law: while a preempted request waits for room nobody else is
+admitted and nothing is reserved, and once it came back it keeps its blocks until it has drawn a token. So there are
+never more preemptions than tokens. A reservation has all its blocks from the start, cannot lose them, and takes what is
+left, also while others catch up.
 
-- The victim is always the youngest request that runs, so the oldest one gets on, ends, and leaves its blocks.
-- A preempted request goes before all that wait, and comes back only with room for it *and* for what the others will
-  grow by until it has caught up (``headroom``); alone, it needs no more than its own.
-- Until then no blocks are reserved for KV that comes from elsewhere, which could not be taken back.
+- The victim is the youngest of those that run and have got on: the oldest go on, end, and leave their blocks.
+- ``headroom`` makes it rare that somebody has to go then: it comes back only with room for it *and* for what the others
+  will grow by until it has caught up; alone, it needs no more than its own.
 """
 
 from __future__ import annotations
@@ -39,5 +41,5 @@ def _blocks(request: Request, steps: int, config: EngineConfig) -> int:
 
 
 def is_catching_up(request: Request) -> bool:
-    """It was preempted, and computes again what it had."""
-    return request.was_preempted and request.num_computed_tokens < request.num_prefill_tokens - 1
+    """It was preempted, came back, and its next token is not drawn yet."""
+    return request.was_preempted and request.num_computed_tokens < request.num_prefill_tokens

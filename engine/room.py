@@ -13,7 +13,7 @@ from engine.block_pool import BlockPool
 from engine.block_tables import BlockTables
 from engine.config import EngineConfig
 from engine.inflight_prefixes import InflightPrefixes
-from engine.preemption import headroom, is_catching_up
+from engine.preemption import headroom
 from engine.request import Request
 from engine.request_queue import RequestQueue
 from engine.reservations import Reservations
@@ -71,8 +71,6 @@ class Room:
 
         Those that wait to be computed here and came before it keep their room; they need not have begun.
         """
-        if any(map(is_catching_up, self._running)):
-            return None
         before = [other for other in waiting if other.order < request.order]
         if not self.has_seat(promised=len(before)):
             return None

@@ -37,6 +37,7 @@ from engine.inflight_prefixes import InflightPrefixes
 from engine.itl_budget import ItlBudget
 from engine.messages import EngineStats, FinishReason, RequestOutput, Timings, TokenLogprobs
 from engine.offload import HostMemory, Offload
+from engine.preemption import is_catching_up
 from engine.request import Request, RequestStatus
 from engine.request_queue import RequestQueue
 from engine.reservations import Reservations
@@ -251,8 +252,8 @@ class Scheduler:
     def reserve(self, request: Request) -> int | None:
         """Take blocks for all tokens known and one more. The cached tokens among them, or None: no room now.
 
-        Also None while another request computes or receives the prefix: a little later it is a cache hit. Who took over
-        an earlier attempt's blocks has them already.
+        Also None while a preempted request waits, which goes first, and while another one computes or receives the
+        prefix: a little later it is a cache hit. Who took over an earlier attempt's blocks has them already.
         """
         if request.request_id in self.reservations.reserved:
             return request.num_computed_tokens
@@ -355,7 +356,7 @@ class Scheduler:
         if not self.blocks.is_full(request):
             return True
         while self.pool.num_available == 0:
-            victim = next(r for r in reversed(self.running) if not r.sends_kv)
+            victim = next(r for r in reversed(self.running) if not (r.sends_kv or is_catching_up(r)))
             self._preempt(victim)
             victim.waits_since_s = now_s
             if victim is request:
