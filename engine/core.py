@@ -197,8 +197,11 @@ class EngineCore:
     def _read(self, batch: ScheduledBatch, pending: PendingStep, launched_s: float) -> None:
         scheduler = self.scheduler
         hangs_s = self._clock() + HANGS_S
-        while self.while_waiting is not None and not pending.is_done():
-            if self._clock() > hangs_s:
+        while self.while_waiting is not None:
+            now_s = self._clock()  # before it is asked: this process may have been stopped, and the device gone on
+            if pending.is_done():
+                break
+            if now_s > hangs_s:
                 raise TimeoutError(
                     f"the device has not finished a step in {HANGS_S:.0f} s: restart the engine, and if that does not "
                     "help, look after the device (nvidia-smi, dmesg)"

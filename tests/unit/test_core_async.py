@@ -275,3 +275,26 @@ def test_a_step_that_hangs_is_an_error_though_messages_go_on_coming() -> None:
     core.step()
     with pytest.raises(TimeoutError, match="restart"):
         core.step()
+
+
+def test_a_process_that_was_stopped_does_not_take_its_step_for_one_that_hangs() -> None:
+    """Stopped for a minute just after it had asked, it finds the step over."""
+    clock = Clock()
+    core = make_async_core(clock=clock)
+    assert isinstance(core.runner, FakeAsyncRunner)
+    asked = 0
+
+    def is_done() -> bool:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            clock.now_s += 60.0
+        return asked > 1
+
+    core.while_waiting = lambda: False
+    core.runner.is_done = is_done
+    client = Client(core)
+    core.add(make_message("a", [1, 2, 3], 2, ignore_eos=True))
+    run_to_end(core, client)
+    assert asked > 1
+    assert_no_leak(core)
