@@ -16,6 +16,7 @@ A mapping is closed when its channel has ended and the last read of it is over.
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import struct
 import threading
@@ -167,8 +168,8 @@ class CudaIpcReceiver:
         self._me = me
         self._runtime = runtime
         self._settings = settings
-        self._probed: dict[str, str] = {}
-        """What came of the latest probes: a sender shows the same one with every request."""
+        self._probed: dict[str, tuple[str, float]] = {}
+        """What came of the latest probes, and until when that holds: a sender shows the same one with every request."""
         self._server = SocketServer(
             me,
             layout,
@@ -189,13 +190,16 @@ class CudaIpcReceiver:
         return endpoint
 
     def unreachable(self, probe: str) -> str:
-        """Opens the sender's staging and reads a few bytes of it: milliseconds, once for each sender."""
-        why = self._probed.get(probe)
-        if why is None:
+        """Opens the sender's staging and reads a few bytes of it: milliseconds, once for each sender that is reached.
+        What failed may have failed by chance, so it is tried again after a while."""
+        now_s = time.monotonic()
+        why, until_s = self._probed.pop(probe, ("", 0.0))
+        if until_s <= now_s:
             why = self._try(probe)
-            if len(self._probed) >= MAX_PROBES:
-                del self._probed[next(iter(self._probed))]
-            self._probed[probe] = why
+            until_s = now_s + self._settings.probe_again_s if why else math.inf
+        if len(self._probed) >= MAX_PROBES:
+            del self._probed[next(iter(self._probed))]
+        self._probed[probe] = (why, until_s)
         return why
 
     def _try(self, probe: str) -> str:

@@ -41,6 +41,8 @@ class MappedSettings:
     handshake_timeout_s: float = 3.0
     stall_timeout_s: float = 5.0
     """No segment is copied for so long although some wait: the channel is lost."""
+    probe_again_s: float = 10.0
+    """After a sender's memory could not be read (cuda_ipc)."""
     max_connections: int = 256
     max_queued_segments: int = 256
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -252,3 +253,30 @@ def test_why_a_probe_does_not_reach(receiving: Receiving, sending: Sending) -> N
     assert "other memory" in receiving.receiver.unreachable(f"{name} {HANDLE.hex()} {(b'x' * NONCE_BYTES).hex()}")
     assert "no handle" in receiving.receiver.unreachable(f"{name} 00 {nonce}")
     assert "cannot be read" in receiving.receiver.unreachable(f"{name} not-hex {nonce}")
+
+
+def test_a_probe_that_failed_is_tried_again_after_a_while(receiving: Receiving, sending: Sending) -> None:
+    """Its memory may be readable by then; meanwhile nobody asks the device again with each request."""
+    opened: list[bytes] = []
+    runtime, probe = receiving.runtime, sending.sender.probe
+    really = runtime.open_handle
+
+    def open_handle(handle: bytes) -> int:
+        opened.append(handle)
+        if len(opened) == 1:
+            raise CudaError("cudaIpcOpenMemHandle: out of memory (2)")
+        return really(handle)
+
+    receiving.wait("the channel has opened it", lambda: bool(runtime.open))
+    runtime.open_handle = open_handle  # type: ignore[method-assign]
+    assert "out of memory" in receiving.receiver.unreachable(probe)
+    for _ in range(3):
+        assert "out of memory" in receiving.receiver.unreachable(probe)
+    assert len(opened) == 1
+    soon = CudaIpcReceiver(ME, LAYOUT, lambda: None, runtime, replace(SETTINGS, probe_again_s=0.05))  # type: ignore[arg-type]
+    opened.clear()
+    assert "out of memory" in soon.unreachable(probe)
+    receiving.wait("it is reached", lambda: soon.unreachable(probe) == "")
+    assert soon.unreachable(probe) == ""
+    assert len(opened) == 2
+    soon.close()
