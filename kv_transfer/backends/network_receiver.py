@@ -2,7 +2,9 @@
 
     [kv-receive]  prefix, header --> a staging slot --> the backend's reader fills it --> arrivals
 
-Lengths are checked before memory is taken for them. Used by tcp (the payload follows on the same connection) and ucx.
+A slot into which something may still write is never used again. With the last of them the engine ends, to be started
+anew: without any it would let all senders wait, and say nothing. Lengths are checked before memory is taken for them.
+Used by tcp (the payload follows on the same connection) and ucx.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from kv_transfer.backends.base import Arrived, Wakeup
+from kv_transfer.backends.base import Arrived, ChannelLost, Wakeup
 from kv_transfer.backends.socket_channel import PREFIX, SocketSettings
 from kv_transfer.backends.socket_server import SocketServer
 from kv_transfer.backends.sockets import ConnectionLost, join_endpoint, receive
@@ -70,6 +72,8 @@ class NetworkReceiver:
         self.max_segment_bytes = arena.slot_bytes
         self._settings = settings
         self._open_payloads = open_payloads
+        self._lost_slots: set[int] = set()
+        """Into which something may still write: taken for as long as this process lives."""
         self._server = SocketServer(
             me,
             layout,
@@ -79,7 +83,6 @@ class NetworkReceiver:
             handshake_timeout_s=settings.handshake_timeout_s,
             stall_timeout_s=settings.stall_timeout_s,
         )
-        self.poll = self._server.poll
         self.drop_sender = self._server.drop_sender
         self.close = self._server.close
 
@@ -93,6 +96,15 @@ class NetworkReceiver:
         port = listener.getsockname()[1]
         self._server.start(listener)
         return join_endpoint(advertised_host, port)
+
+    def poll(self) -> list[Arrived | ChannelLost]:
+        """Raises RuntimeError when no slot is left, and none will ever be: only a new process has some."""
+        if len(self._lost_slots) == self._arena.num_slots:
+            raise RuntimeError(
+                f"no staging is left to receive into: {len(self._lost_slots)} receives of senders that are lost could "
+                "not be cancelled; if this engine ends so again, use another --transfer"
+            )
+        return self._server.poll()
 
     def unreachable(self, probe: str) -> str:
         """The sender connects to us; whether it can, only it will know."""
@@ -111,6 +123,7 @@ class NetworkReceiver:
         try:
             fill(slot.view[: header.payload_bytes], deadline_s)
         except StillWritten:
+            self._lost_slots.add(slot.index)
             raise
         except BaseException:
             slot.give_back()

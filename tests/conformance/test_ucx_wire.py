@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ import pytest
 
 from kv_transfer.backends.base import Arrived, ChannelLost
 from kv_transfer.backends.handshake import greet
-from kv_transfer.backends.network_receiver import NetworkReceiver
+from kv_transfer.backends.network_receiver import FillView, NetworkReceiver, StillWritten
 from kv_transfer.backends.socket_channel import PREFIX, SocketSettings
 from kv_transfer.backends.sockets import split_endpoint
 from kv_transfer.backends.ucx import ADDRESS, UcxBackend, load_ucx
@@ -114,6 +115,41 @@ def test_a_receiver_that_takes_nothing_is_lost(receiving: Receiving) -> None:
     assert done[0] is None
     assert done[-1] is not None
     channel.close()
+
+
+def test_with_the_last_slot_that_is_still_written_the_engine_ends() -> None:
+    """Else all senders would wait for ever. UCX on CPUs cancels every receive, so its part is played."""
+
+    @contextlib.contextmanager
+    def payloads(connected: socket.socket) -> Iterator[FillView]:
+        def fill(view: memoryview, deadline_s: float) -> None:
+            raise StillWritten("a receive that failed cannot be cancelled")
+
+        yield fill
+
+    arena = StagingArena(2, SLOT_BYTES)
+    receiver = NetworkReceiver(ME, LAYOUT, arena, lambda: None, SETTINGS, payloads)
+    endpoint = receiver.listen("127.0.0.1", "127.0.0.1")
+    ends: list[str] = []
+
+    def has_ended() -> bool:
+        try:
+            receiver.poll()
+        except RuntimeError as error:
+            ends.append(str(error))
+        return bool(ends)
+
+    for taken in (1, 2):
+        with socket.create_connection(split_endpoint(endpoint), timeout=5) as client:
+            greet(client, HELLO, time.monotonic() + 5)
+            client.sendall(announcement(1000))
+            assert client.recv(1) == b"", "the channel is lost"
+        assert arena.used_bytes == taken * SLOT_BYTES
+        if taken == 1:
+            assert not has_ended()
+    assert has_ended()
+    assert "--transfer" in ends[0]
+    receiver.close()
 
 
 def test_without_its_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
