@@ -50,6 +50,18 @@ def test_prefill(
     checks.check_prefill(CUDA, dtype, LENGTHS, QUERIES, heads, block_size, window, portable=portable)
 
 
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("key_scales", [(4.0,), (0.02, 40.0), (40.0, 0.02), (0.1, 1.0, 4.0, 12.0, 20.0, 30.0)])
+@pytest.mark.parametrize(("dtype", "window"), [(BF16, None), (F16, None), (BF16, 400)])
+def test_prefill_where_maxima_move(
+    portable: bool, key_scales: tuple[float, ...], dtype: torch.dtype, window: int | None
+) -> None:
+    """Scores in the hundreds, of which the highest come last, first, or step by step."""
+    checks.check_prefill(
+        CUDA, dtype, [5000, 777], [700, 300], (32, 8, 128), 64, window, portable=portable, key_scales=key_scales
+    )
+
+
 def test_prefill_in_float32() -> None:
     checks.check_prefill(CUDA, F32, LENGTHS, QUERIES, (8, 2, 64), 16, portable=True, block_m=64, block_n=32)
 
@@ -58,7 +70,9 @@ def test_prefill_in_float32() -> None:
 @pytest.mark.parametrize("heads", [(32, 8, 128), (32, 32, 128), (16, 8, 64)])
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_cascade(portable: bool, heads: tuple[int, int, int], block_size: int) -> None:
-    checks.check_cascade(CUDA, BF16, heads, block_size, (2048 // block_size, 5120 // block_size), portable=portable)
+    sizes = (2048 // block_size, 5120 // block_size)
+    checks.check_cascade(CUDA, BF16, heads, block_size, sizes, portable=portable)
+    checks.check_cascade(CUDA, BF16, heads, block_size, sizes, portable=portable, key_scales=(0.5, 2.0))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])

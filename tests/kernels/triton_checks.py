@@ -67,6 +67,14 @@ class Paged:
                 self.kv[int(self.table[row, used - 1]), :, :, length % block_size :] = NAN
         self.table = self.table.to(device)
 
+    def scale_keys(self, scales: Sequence[float]) -> None:
+        """Each request's keys, its first part by the first scale and so on: maxima of the scores that rise or fall."""
+        for row, length in enumerate(self.seq_lens.tolist()):
+            blocks = -(-length // self.block_size)
+            of_block = torch.tensor([scales[i * len(scales) // blocks] for i in range(blocks)])
+            ids = self.table[row, :blocks].long()
+            self.kv[ids, 0] *= of_block.to(self.kv)[:, None, None, None]
+
     def expected(self, q: torch.Tensor, bounds: Sequence[int], scale: float, window: int | None) -> torch.Tensor:
         kv = torch.nan_to_num(self.kv.double())
         cu = torch.tensor(bounds, dtype=torch.int32)
@@ -97,9 +105,11 @@ def check_prefill(
     device: torch.device, dtype: torch.dtype, lengths: Sequence[int], query_lens: Sequence[int], heads: tuple[int,
     int, int],
     block_size: int, window: int | None = None, *, portable: bool, block_m: int = 128, block_n: int = 64,
+    key_scales: Sequence[float] = (1.0,),
 ) -> None:  # fmt: skip
     num_heads, num_kv_heads, head_dim = heads
     paged = Paged(lengths, num_kv_heads, head_dim, block_size, dtype, device)
+    paged.scale_keys(key_scales)
     bounds = [0, *np.cumsum(query_lens).tolist()]
     q = randn(bounds[-1], num_heads, head_dim, dtype=dtype, device=device)
     out = torch.full_like(q, NAN)
@@ -114,7 +124,7 @@ def check_prefill(
 def check_cascade(
     device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], block_size: int, shared_blocks: tuple[int,
     int],
-    *, portable: bool, block_m: int = 128, block_n: int = 64,
+    *, portable: bool, block_m: int = 128, block_n: int = 64, key_scales: Sequence[float] = (1.0,),
 ) -> None:  # fmt: skip
     """A tree: all but the last request share a prefix, the first three share more; one has no token of its own."""
     num_heads, num_kv_heads, head_dim = heads
@@ -130,6 +140,7 @@ def check_cascade(
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, launch_us=0.0, min_range_us=0.0,
         flat_bytes_per_us=1.0, stream_bytes_per_us=1e12, shared_flops_per_us=1e12, tile_rows=1,
     )  # fmt: skip  # sharing is nearly free, so that everything shared is taken
+    paged.scale_keys(key_scales)  # shared blocks once for each that has them
     cascade = CascadePlan(len(lengths) + 2, cost, device, block_m=block_m, min_chunk_tokens=2 * block_size)
     cascade.regroup(paged.table.cpu().numpy(), paged.seq_lens.cpu().numpy(), block_size)
     assert cascade.prefix is not None
@@ -405,6 +416,10 @@ def _tiny(device: torch.device) -> dict[str, Callable[[], None]]:
             device, f32, [70, 1, 17, 40], [20, 1, 17, 3], (4, 2, 32), 16, portable=True, block_m=16, block_n=16
         )
         check_prefill(device, f16, [90, 33], [33, 33], (3, 1, 48), 16, 20, portable=True, block_m=32, block_n=16)
+        check_prefill(
+            device, f32, [90, 33], [33, 33], (2, 1, 16), 16, portable=True, block_m=16, block_n=16,
+            key_scales=(0.02, 1.0, 6.0),
+        )  # fmt: skip
 
     def cascade() -> None:
         check_cascade(device, f32, (4, 2, 32), 16, (4, 7), portable=True, block_m=16, block_n=16)
@@ -444,6 +459,7 @@ def _tiny(device: torch.device) -> dict[str, Callable[[], None]]:
         bf16 = torch.bfloat16
         check_prefill(device, bf16, [200, 1, 70], [70, 1, 70], (4, 2, 128), 64, portable=False)
         check_prefill(device, bf16, [90, 33], [33, 33], (4, 2, 128), 16, 20, portable=False)
+        check_prefill(device, bf16, [500], [90], (4, 2, 128), 16, portable=False, key_scales=(0.02, 40.0))
         check_cascade(device, bf16, (4, 2, 128), 64, (4, 7), portable=False)
         check_skinny(device, bf16, (3, 100, 512), SkinnyTiling(64, 256, tma=True, num_stages=4))
         check_gated(device, bf16, (3, 100, 512), SkinnyTiling(64, 256, tma=True, num_stages=4))
