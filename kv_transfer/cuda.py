@@ -47,6 +47,7 @@ class CudaRuntime:
         self.uuid = str(torch.cuda.get_device_properties(self.index).uuid)
         """The same in every process, whatever it calls the device."""
         self._library = ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').split('.')[0]}")
+        self._driver = ctypes.CDLL("libcuda.so.1")
         self._library.cudaGetErrorString.restype = ctypes.c_char_p
         self._library.cudaIpcOpenMemHandle.argtypes = [ctypes.POINTER(ctypes.c_void_p), _IpcHandle, ctypes.c_uint]
 
@@ -75,6 +76,15 @@ class CudaRuntime:
 
     def close_handle(self, address: int) -> None:
         self._call("cudaIpcCloseMemHandle", ctypes.c_void_p(address))
+
+    def size_at(self, address: int) -> int:
+        """Bytes of the allocation that begins here, an opened one, too: what the driver knows, not who offered it."""
+        self.make_current()
+        base, size = ctypes.c_uint64(), ctypes.c_size_t()
+        code = self._driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+        if code or base.value != address:
+            raise CudaError(f"cuMemGetAddressRange on cuda:{self.index}: no memory begins at {address:#x} ({code})")
+        return size.value
 
     def read(self, address: int, num_bytes: int) -> bytes:
         """A few bytes, to the host. Waits for nothing but this copy."""

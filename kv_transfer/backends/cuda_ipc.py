@@ -249,13 +249,15 @@ class CudaIpcReceiver:
             receive(connected, OFFER.size, time.monotonic() + self._settings.handshake_timeout_s)
         )
         refusal, address = "", 0
-        try:
-            address = self._open(handle, nonce)
-        except (CudaError, ConnectionLost) as error:
-            refusal = f"the sender's memory cannot be read by our GPU: {error}"
         with contextlib.ExitStack() as undo:
-            if address:
+            try:
+                address = self._open(handle, nonce)
                 undo.callback(self._runtime.close_handle, address)
+                # Reading past its end would be another's memory, or the end of every kernel of this process.
+                if (size := self._runtime.size_at(address)) < num_bytes:
+                    refusal = f"the sender's memory has {size} bytes, not {num_bytes}"
+            except (CudaError, ConnectionLost) as error:
+                refusal = f"the sender's memory cannot be read by our GPU: {error}"
             answer_offer(connected, self._me, refusal)
             set_kernel_timeouts(connected, self._settings.stall_timeout_s)
             undo.pop_all()

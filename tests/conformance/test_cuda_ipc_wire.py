@@ -37,6 +37,7 @@ LAYOUT = make_layout(
 HELLO = kv_pb2.DataHello(
     sender=kv_pb2.WorkerIdentity(worker_id="p", incarnation=1), layout=LAYOUT, receiver_incarnation=9
 )
+MEMORY_BYTES = 1 << 20
 HANDLE, NONCE = b"h" * HANDLE_BYTES, b"n" * NONCE_BYTES
 
 
@@ -56,6 +57,10 @@ class Runtime:
 
     def close_handle(self, address: int) -> None:
         self.open.remove(address)
+
+    def size_at(self, address: int) -> int:
+        assert address in self.open
+        return MEMORY_BYTES
 
     def read(self, address: int, num_bytes: int) -> bytes:
         assert address in self.open
@@ -100,7 +105,7 @@ class Receiving:
     def segments(self) -> list[Arrived]:
         return [item for item in self.came if isinstance(item, Arrived)]
 
-    def offer(self, handle: bytes, nonce: bytes = NONCE, num_bytes: int = 1 << 20) -> tuple[socket.socket, str]:
+    def offer(self, handle: bytes, nonce: bytes = NONCE, num_bytes: int = MEMORY_BYTES) -> tuple[socket.socket, str]:
         """A sender that is welcome and offers this memory; the refusal."""
         client = socket.socket(socket.AF_UNIX)
         client.settimeout(5)
@@ -216,10 +221,31 @@ def test_memory_whose_reading_fails_does_not_stay_mapped(receiving: Receiving, m
     client.close()
 
 
+def test_a_sender_that_offers_more_than_its_memory_has_is_refused(receiving: Receiving) -> None:
+    """It says where segments are, so past the end it would have another's memory read."""
+    client, refusal = receiving.offer(HANDLE, num_bytes=MEMORY_BYTES + 1)
+    assert f"has {MEMORY_BYTES} bytes" in refusal
+    receiving.wait("the loss", lambda: bool(receiving.lost))
+    assert receiving.runtime.open == []
+    client.close()
+
+
+def test_memory_whose_size_is_not_known_is_refused(receiving: Receiving, monkeypatch: pytest.MonkeyPatch) -> None:
+    def size_at(address: int) -> int:
+        raise CudaError("cuMemGetAddressRange: no memory begins here (1)")
+
+    monkeypatch.setattr(receiving.runtime, "size_at", size_at)
+    client, refusal = receiving.offer(HANDLE)
+    assert "no memory begins here" in refusal
+    receiving.wait("the loss", lambda: bool(receiving.lost))
+    assert receiving.runtime.open == []
+    client.close()
+
+
 @pytest.mark.parametrize(
     ("told", "said"),
     [
-        (PLACE.pack(10, 100, (1 << 20) - 50, bytes(16)), "memory has"),
+        (PLACE.pack(10, 100, MEMORY_BYTES - 50, bytes(16)), "memory has"),
         (PLACE.pack(10, 100, (1 << 64) - 50, bytes(16)), "memory has"),
         (PLACE.pack(1 << 20, 100, HEAD_BYTES, bytes(16)), "at most"),
         (PLACE.pack(4, 100, HEAD_BYTES, bytes(16)) + b"\xff\xff\xff\xff", "header"),
