@@ -3,7 +3,7 @@
 Pure; called by the scheduler. Why nothing locks up, in one law: while a preempted request waits for room nobody else is
 admitted and nothing is reserved, and once it came back it keeps its blocks until it has drawn a token. So there are
 never more preemptions than tokens. A reservation has all its blocks from the start, cannot lose them, and takes what is
-left, also while others catch up.
+left; while others catch up, it leaves the headroom that it would need to come back itself.
 
 - The victim is the youngest of those that run and have got on: the oldest go on, end, and leave their blocks.
 - ``headroom`` makes it rare that somebody has to go then: it comes back only with room for it *and* for what the others

@@ -2,7 +2,8 @@
 
     available blocks - one to grow into for each request that decodes, or will          = room of reservations, and P's
                      - what was pledged to requests whose tickets were asked for        = room of those that wait
-                     - headroom until it has caught up                                  = room of a preempted request
+                     - headroom until it has caught up                                  = room of a preempted request,
+                                                     and of reservations, too, while others that came back catch up
 
 Used by the scheduler, which owns the queues.
 """
@@ -13,7 +14,7 @@ from engine.block_pool import BlockPool
 from engine.block_tables import BlockTables
 from engine.config import EngineConfig
 from engine.inflight_prefixes import InflightPrefixes
-from engine.preemption import headroom
+from engine.preemption import headroom, is_catching_up
 from engine.request import Request
 from engine.request_queue import RequestQueue
 from engine.reservations import Reservations
@@ -66,10 +67,11 @@ class Room:
         needed = headroom(request, self._running, self._config, step_tokens)
         return self._pool.num_available - max(self._reservations.num_seats, needed)
 
-    def to_reserve(self, request: Request, waiting: RequestQueue) -> tuple[list[int], int] | None:
+    def to_reserve(self, request: Request, waiting: RequestQueue, step_tokens: int) -> tuple[list[int], int] | None:
         """Published blocks of its prefix, and the number of blocks for all tokens known and one more. None: not now.
 
-        Those that wait to be computed here and came before it keep their room; they need not have begun.
+        Those that wait to be computed here and came before it keep their room; they need not have begun. Those that
+        catch up (``step_tokens`` in a step) keep what they came back with.
         """
         before = [other for other in waiting if other.order < request.order]
         if not self.has_seat(promised=len(before)):
@@ -79,4 +81,7 @@ class Room:
             return None
         num_blocks = self._blocks.blocks_for(request.num_tokens + 1)
         promised = sum(self._blocks.blocks_for(other.num_tokens + 1) for other in before)
-        return None if self._blocks.cost(cached, num_blocks) > self.of_granted() - promised else (cached, num_blocks)
+        room = self.of_granted()
+        if any(map(is_catching_up, self._running)):
+            room = min(room, self.of_preempted(request, step_tokens))
+        return None if self._blocks.cost(cached, num_blocks) > room - promised else (cached, num_blocks)

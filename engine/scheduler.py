@@ -257,7 +257,7 @@ class Scheduler:
         """
         if request.request_id in self.reservations.reserved:
             return request.num_computed_tokens
-        found = None if self.preempted else self._room.to_reserve(request, self.waiting)
+        found = None if self.preempted else self._room.to_reserve(request, self.waiting, self._prefill_tokens)
         if found is None:
             return None
         self._take_blocks(request, *found)

@@ -195,6 +195,30 @@ def test_what_fits_is_accepted_while_a_preempted_request_catches_up(make: Callab
     assert_no_leak(core)
 
 
+@pytest.mark.parametrize(("make", "num_blocks", "older_tokens"), [(make_core, 19, 8), (make_async_core, 18, 3)])
+def test_a_hand_off_leaves_what_others_grow_by_until_who_came_back_has_caught_up(
+    make: Callable[..., EngineCore], num_blocks: int, older_tokens: int
+) -> None:
+    """Its five blocks are there, but ``older`` needs some of them before, and they could not be taken back."""
+    core = make(num_blocks=num_blocks, max_num_batched_tokens=3, enable_prefix_caching=False, clock=Clock())
+    witness, senders = Witness(core), Senders(core, transfer_steps=1000)
+    for name, prompt in (("older", range(older_tokens)), ("other", range(10, 30)), ("back", range(30, 50))):
+        core.add(make_message(name, prompt, 36, ignore_eos=True))
+    while not core.scheduler.preempted:
+        core.step()
+    back = core.scheduler.preempted.head()
+    assert back.request_id == "back"
+    core.abort(["other"], "client")
+    while core.scheduler.preempted:
+        core.step()
+    senders.add(make_message("coming", range(18), 4, ignore_eos=True))
+    while back.num_computed_tokens < 20:
+        assert "older" in (request.request_id for request in core.scheduler.running), "it was set back"
+        senders.ask()
+        core.step()
+    assert list(witness.num_tokens) == ["back"]
+
+
 @pytest.mark.parametrize("make", [make_core, make_async_core])
 def test_hand_offs_that_never_cease_do_not_starve_a_preempted_request(make: Callable[..., EngineCore]) -> None:
     """Four senders, each with a new prompt as soon as it has no other; the request needs half of the pool."""
