@@ -23,6 +23,7 @@ from engine.kernels import hopper_launch
 from engine.kernels.attention_core import FLOOR, LOG2E, MASKED, load_tile, softmax_step, token_offsets
 from engine.kernels.cascade_plan import CascadeCost, SharedRange, choose_groups, find_groups
 from engine.kernels.decode_attention import PrefixPartials
+from engine.kernels.launch import launch
 
 _ITEM_FIELDS = 8
 
@@ -211,7 +212,7 @@ class CascadePlan:
                 buffers.lse, scale,
             )  # fmt: skip
             return
-        _shared_kernel[(cost.num_kv_heads, self.max_items)](
+        launch(_shared_kernel, (cost.num_kv_heads, self.max_items),
             q, kv_layer, block_table, self.items, self.members, buffers.partial, buffers.lse, scale * LOG2E,
             self.max_requests, cost.num_heads,
             q.stride(0), q.stride(1), kv_layer.stride(0), kv_layer.stride(1), kv_layer.stride(2), kv_layer.stride(3),

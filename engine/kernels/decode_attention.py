@@ -24,6 +24,7 @@ import triton.language as tl
 
 from engine.kernels.attention_core import FLOOR, LOG2E, MASKED, load_tile, softmax_step, token_offsets
 from engine.kernels.dependent_launch import await_inputs, pdl
+from engine.kernels.launch import launch
 
 
 @triton.jit(do_not_specialize=["B", "W", "target_chunks", "min_chunk", "window"])
@@ -268,7 +269,7 @@ class DecodePlan:
         self.prefix, self.window = prefix, window
         slots = requests + self.target_chunks
         block_w = 32
-        _plan_kernel[(triton.cdiv(slots, block_w),)](
+        launch(_plan_kernel, (triton.cdiv(slots, block_w),),
             seq_lens, seq_lens if prefix is None else prefix.kv_begin, self.work, self.first_chunk, self.num_chunks,
             requests, slots, self.target_chunks, self.min_chunk, NO_WINDOW if window is None else window,
             ALIGN=self.ALIGN, HAS_BEGIN=prefix is not None, BLOCK_B=triton.next_power_of_2(max(requests, 16)),
@@ -301,7 +302,7 @@ def paged_decode(
     num_warps = num_warps or (2 if prefix is None else 1)
     num_stages = num_stages or (6 if prefix is None else 4)
     block_d = triton.next_power_of_2(head_dim)
-    _decode_kernel[(num_kv_heads, requests + plan.target_chunks)](
+    launch(_decode_kernel, (num_kv_heads, requests + plan.target_chunks),
         q, kv_layer, block_table, plan.work, plan.first_chunk, plan.num_chunks, plan.partial, plan.lse,
         plan.counters, out,
         seq_lens if prefix is None else prefix.count, plan.partial if prefix is None else prefix.partial,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.dependent_launch import await_inputs, pdl
+from engine.kernels.launch import launch
 
 
 @triton.jit
@@ -45,7 +46,7 @@ def fused_add_rms_norm(
     total = x if residual is None else torch.empty_like(normed)
     other = x if residual is None else residual
     block = triton.next_power_of_2(hidden)
-    _add_rms_norm_kernel[(rows,)](
+    launch(_add_rms_norm_kernel, (rows,),
         x, other, weight, normed, total, eps, x.stride(0), other.stride(0), hidden,
         HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=min(16, max(1, block // 512)), **pdl(x.device),
     )  # fmt: skip
@@ -69,9 +70,9 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(width))
-    _silu_and_mul_kernel[(rows, triton.cdiv(width, block))](
-        gate_up, out, gate_up.stride(0), width, BLOCK=block, num_warps=max(1, block // 256), **pdl(gate_up.device)
-    )
+    launch(_silu_and_mul_kernel, (rows, triton.cdiv(width, block)),
+        gate_up, out, gate_up.stride(0), width, BLOCK=block, num_warps=max(1, block // 256), **pdl(gate_up.device),
+    )  # fmt: skip
     return out
 
 
@@ -154,7 +155,7 @@ def rope_kv_write(
     block_q = min(16, triton.next_power_of_2(num_heads))
     block_k = min(16, triton.next_power_of_2(num_kv_heads))
     programs = triton.cdiv(num_heads, block_q) + triton.cdiv(num_kv_heads, block_k)
-    _rope_kv_write_kernel[(tokens, programs)](
+    launch(_rope_kv_write_kernel, (tokens, programs),
         q, k, v, cos_sin, positions, slot_mapping, kv_layer, out,
         cos_sin if q_norm_weight is None else q_norm_weight, cos_sin if k_norm_weight is None else k_norm_weight, eps,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),

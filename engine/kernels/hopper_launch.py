@@ -15,6 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from engine.kernels.attention_core import LOG2E
 from engine.kernels.hopper_attention import hopper_kernel
+from engine.kernels.launch import launch
 
 TILE_ROWS = 128
 _TILE_TOKENS = 128
@@ -74,8 +75,10 @@ def hopper_prefill(
         tickets = new_tickets(q.device)  # the graph's own
     else:
         tickets = _tickets(q.device, torch.cuda.current_stream(q.device).cuda_stream)
-    hopper_kernel[(min(_programs(q.device), num_kv_heads * max_tiles),)](
-        q, _descriptor(kv_layer), block_table, cu_seqlens_q, seq_lens, seq_lens, seq_lens, seq_lens, tickets, out, out,
+    launch(hopper_kernel, (min(_programs(q.device), num_kv_heads * max_tiles),),
+        # Tickets stand in for what only shared ranges have: they lie where any tensor does, lengths of a step's later
+        # requests do not, and each alignment is a kernel of its own.
+        q, _descriptor(kv_layer), block_table, cu_seqlens_q, seq_lens, tickets, tickets, tickets, tickets, out, out,
         requests, max_tiles, num_heads, scale * LOG2E, window or 0, q.stride(0), q.stride(1), block_table.stride(0),
         out.stride(0), out.stride(1),
         K=num_kv_heads, G=group, S=kv_layer.shape[3], N=_TILE_TOKENS, STAGES=stages, D=head_dim,
@@ -91,7 +94,7 @@ def hopper_shared(
     """The shared ranges of a cascade: see ``cascade_attention``; items' rows are for tiles of 128 rows."""
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = kv_layer.shape[2]
-    hopper_kernel[(_programs(q.device),)](
+    launch(hopper_kernel, (_programs(q.device),),
         q, _descriptor(kv_layer), block_table, items, items, items, num_items, members, tickets, partial, lse,
         partial.shape[1], 0, num_heads, scale * LOG2E, 0, q.stride(0), q.stride(1), block_table.stride(0), 0, 0,
         K=num_kv_heads, G=num_heads // num_kv_heads, S=kv_layer.shape[3], N=_TILE_TOKENS, STAGES=stages,

@@ -30,6 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from engine.kernels.launch import launch
+
 BM = 128
 BN = 64  # measured on H200s: as fast as 128 or faster, as the programs' last turn is fuller
 BK = 64  # columns of a TMA box: the 128 bytes of its swizzle
@@ -256,7 +258,7 @@ class HopperSwiGLU:
         rows, inputs = x.shape
         y = torch.empty(rows, self._width, dtype=x.dtype, device=x.device) if out is None else out
         tiles_m, tiles_n = triton.cdiv(rows, BM), self._width // BN
-        swiglu_kernel[(min(tiles_m * tiles_n, self._programs),)](
+        launch(swiglu_kernel, (min(tiles_m * tiles_n, self._programs),),
             TensorDescriptor.from_tensor(x, [BM, BK], self._layout),
             self._descriptor,
             TensorDescriptor.from_tensor(y, [64, BN], self._layout),

@@ -22,6 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.launch import launch
+
 DIGEST_SLOTS = 256
 """Programs add to different addresses: one would serialise them."""
 WIRE_ALIGNMENT = 16
@@ -147,7 +149,7 @@ def move_kv(
 ) -> None:
     """Launch n copies, to the wire or from there into the blocks. ``num_planes``, ``num_tokens``: the largest job's."""
     _, _, _, num_kv_heads, block_size, words = cache.shape
-    _move_kernel[(num_planes, triton.cdiv(num_tokens, _BLOCK_TOKENS), num_jobs)](
+    launch(_move_kernel, (num_planes, triton.cdiv(num_tokens, _BLOCK_TOKENS), num_jobs),
         cache, jobs, ids, rows, mixes, *cache.stride()[:5],
         K=num_kv_heads, S=block_size, WORDS=words, BLOCK_W=triton.next_power_of_2(words), BLOCK_T=_BLOCK_TOKENS,
         PACK=pack, SLOTS=DIGEST_SLOTS, FIELDS=JOB_FIELDS, ROW=ROW_WORDS,
@@ -158,9 +160,9 @@ def move_kv(
 def copy_words(source: Words, target: torch.Tensor, row: torch.Tensor, mix: torch.Tensor) -> None:
     """Launch a copy of as many words as ``target`` (int64) has; ``row`` and ``mix`` as above, of one job."""
     num_words = target.numel()
-    _copy_kernel[(triton.cdiv(num_words, _COPY_WORDS),)](
-        source, target, row, mix, num_words, BLOCK=_COPY_WORDS, SLOTS=DIGEST_SLOTS
-    )
+    launch(_copy_kernel, (triton.cdiv(num_words, _COPY_WORDS),),
+        source, target, row, mix, num_words, BLOCK=_COPY_WORDS, SLOTS=DIGEST_SLOTS,
+    )  # fmt: skip
 
 
 def words_of(cache: torch.Tensor) -> torch.Tensor:

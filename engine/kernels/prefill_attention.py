@@ -19,6 +19,7 @@ import triton.language as tl
 
 from engine.kernels import hopper_launch
 from engine.kernels.attention_core import FLOOR, LOG2E, MASKED, load_tile, softmax_step, token_offsets
+from engine.kernels.launch import launch
 
 
 @triton.jit(
@@ -122,12 +123,12 @@ def paged_prefill(
     block_m = max(16, block_g, min(block_m, triton.next_power_of_2(max_q_len * block_g)))
     tile_tokens = block_m // block_g
     max_tiles = min(tokens // tile_tokens + requests, requests * triton.cdiv(max_q_len, tile_tokens))
-    _prefill_kernel[(num_kv_heads, max_tiles)](
+    launch(_prefill_kernel, (num_kv_heads, max_tiles),
         q, kv_layer, block_table, cu_seqlens_q, seq_lens, out, requests, scale * LOG2E, window or 0,
         q.stride(0), q.stride(1), kv_layer.stride(0), kv_layer.stride(1), kv_layer.stride(2), kv_layer.stride(3),
         block_table.stride(0), out.stride(0), out.stride(1),
         G=group, S=block_size, D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_G=block_g,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_B=triton.next_power_of_2(max(requests, 2)),
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_B=max(32, triton.next_power_of_2(requests)),
         WINDOW=window is not None, STAGES=num_stages, num_warps=num_warps if block_m >= 64 else 4,
     )  # fmt: skip
     return out

@@ -21,6 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.launch import launch
+
 CANDIDATES = 1024
 _NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 
@@ -300,7 +302,7 @@ class TokenDrawer:
         keys = self._arrived if params is None else params.keys
         cut = cut and params is not None
         if cut and params is not None:
-            _threshold_kernel[(rows,)](
+            launch(_threshold_kernel, (rows,),
                 logits, params.temperature, params.top_k, params.top_p, params.min_p, self._threshold, self._pool,
                 self._pool_count, vocab_size, logits.stride(0),
                 BLOCK=min(2048, triton.next_power_of_2(vocab_size)), POOL=self.candidates, PASSES=16,
@@ -308,7 +310,7 @@ class TokenDrawer:
             )  # fmt: skip
         block = min(1024, triton.next_power_of_2(vocab_size))
         tiles = 1 << (max(1, min(16, rows * vocab_size // (block * self._sm_count * 4))).bit_length() - 1)
-        _argmax_kernel[(rows, triton.cdiv(vocab_size, block * tiles))](
+        launch(_argmax_kernel, (rows, triton.cdiv(vocab_size, block * tiles)),
             logits, temperature, keys, self._threshold, self._best, self._arrived, tokens, vocab_size, logits.stride(0),
             BLOCK=block, TILES=tiles, THRESHOLD=cut, NOISE=params is not None,
         )  # fmt: skip
@@ -329,6 +331,7 @@ def penalise(
     """logit_bias, then repetition, frequency and presence penalties, of the listed entries only."""
     entries = rows.shape[0]
     if entries:
-        _penalise_kernel[(triton.cdiv(entries, 256),)](
-            logits, rows, ids, counts, seen, bias, repetition, frequency, presence, entries, logits.stride(0), BLOCK=256
-        )
+        launch(_penalise_kernel, (triton.cdiv(entries, 256),),
+            logits, rows, ids, counts, seen, bias, repetition, frequency, presence, entries, logits.stride(0),
+            BLOCK=256,
+        )  # fmt: skip

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.dependent_launch import await_inputs, pdl
+from engine.kernels.launch import launch
 
 MAX_ROWS = 64
 
@@ -255,7 +256,7 @@ class SkinnyLinear:
             raise ValueError(f"{rows} rows: use a library product above {MAX_ROWS}")
         t = self.tiling
         norm_weight, out = norm or (a, None)
-        _skinny_kernel[(self._tiles, t.split)](
+        launch(_skinny_kernel, (self._tiles, t.split),
             a, self._partial if deferred is None else deferred.squares, self.weight, self._descriptor,
             self.weight if self.bias is None else self.bias, y, norm_weight, y if out is None else out.scaled,
             self._partial if out is None else out.squares, self._partial, self._counters, rows, self._outputs,

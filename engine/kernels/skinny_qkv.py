@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.dependent_launch import await_inputs, pdl
+from engine.kernels.launch import launch
 from engine.kernels.skinny_gemm import (
     MAX_ROWS,
     DeferredNorm,
@@ -129,7 +130,7 @@ class SkinnyQKV:
         if out is None:
             out = torch.empty(rows, self._num_heads, 2 * self._half, dtype=a.dtype, device=a.device)
         t = self.tiling
-        _skinny_qkv_kernel[(self.weight.shape[0] // t.block_n,)](
+        launch(_skinny_qkv_kernel, (self.weight.shape[0] // t.block_n,),
             a, a if deferred is None else deferred.squares, self.weight, self._descriptor,
             self.weight if self.bias is None else self.bias, self._cos_sin, positions, slot_mapping, out, kv_layer,
             rows, 0.0 if deferred is None else deferred.eps, a.stride(0), self.weight.stride(0),

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.launch import launch
+
 _BLOCK = 1024
 
 
@@ -56,7 +58,7 @@ def _commit_kernel(drawn_ptr, slots_ptr, last_tokens_ptr, out_ptr, rows, BLOCK: 
 def update_table(table: torch.Tensor, at: torch.Tensor, ids: torch.Tensor) -> None:
     """``table.view(-1)[at] = ids``, all int32."""
     count = at.shape[0]
-    _update_kernel[(triton.cdiv(count, _BLOCK),)](table, at, ids, count, BLOCK=_BLOCK)
+    launch(_update_kernel, (triton.cdiv(count, _BLOCK),), table, at, ids, count, BLOCK=_BLOCK)
 
 
 def prepare(
@@ -70,7 +72,7 @@ def prepare(
 ) -> None:
     tokens, rows, columns = token_ids.shape[0], slots.shape[0], table.shape[1]
     parts = triton.cdiv(columns, _BLOCK)
-    _prepare_kernel[(rows * parts + triton.cdiv(tokens, _BLOCK),)](
+    launch(_prepare_kernel, (rows * parts + triton.cdiv(tokens, _BLOCK),),
         token_ids, slots, seq_lens, last_tokens, table, step_table, tokens, rows, table.stride(0),
         S=block_size, PARTS=parts, BLOCK=_BLOCK,
     )  # fmt: skip
@@ -79,4 +81,4 @@ def prepare(
 def commit(drawn: torch.Tensor, slots: torch.Tensor, last_tokens: torch.Tensor, out: torch.Tensor) -> None:
     """``last_tokens[slots] = out = drawn`` ([R] int64, else int32)."""
     rows = drawn.shape[0]
-    _commit_kernel[(triton.cdiv(rows, 256),)](drawn, slots, last_tokens, out, rows, BLOCK=256)
+    launch(_commit_kernel, (triton.cdiv(rows, 256),), drawn, slots, last_tokens, out, rows, BLOCK=256)
