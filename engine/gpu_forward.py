@@ -22,7 +22,7 @@ from engine.batch import ForwardBatch
 from engine.cuda_graphs import AfterLayer, CapturedForward, decode_buckets, token_buckets
 from engine.gpu_batch import Ints, PackedStep, RequestSlots, StepLayout
 from engine.kernels.cascade_attention import CascadePlan
-from engine.kernels.cascade_plan import CascadeCost, choose_groups, find_groups
+from engine.kernels.cascade_plan import CascadeCost, SharedRange, choose_groups, find_groups
 from engine.kernels.step_inputs import prepare, update_table
 from engine.kernels.triton_gpu import TritonKernels
 from engine.model_config import ModelConfig
@@ -131,13 +131,35 @@ class GpuForward:
             self._run_pieces(shape, self._batch(shape, requests, longest, 1), 1)
         return len(self._graphs)
 
-    def run_blank(self, num_tokens: int, num_requests: int = 1) -> None:
+    def run_blank(self, num_tokens: int, num_requests: int = 1, cascade: CascadePlan | None = None) -> None:
         """An eager pass that writes no KV: to see what it needs, and to compile. At least that many requests."""
         shape = self.shape_of(self._max_rows, num_tokens, eager=True)
         requests, longest = self._blank(shape, num_tokens, num_requests)
-        self._kernels.begin_step(0)
+        self._kernels.begin_step(0, cascade)
         self._prepare(shape)
         self._model.forward(self._batch(shape, requests, longest, requests), self._kv_layers)
+
+    def rehearse(self) -> None:
+        """Launch whatever steps of up to ``MAX_PIECEWISE_TOKENS`` tokens launch; for ``compile_ahead``, where nothing
+        runs. Kernels differ by powers of two of the rows, from 16 on: one size of each will do.
+        """
+        for rows in _kinds(self._decode_sizes):
+            self.run_blank(rows, rows)
+        for tokens in _kinds(self._token_sizes):
+            self.run_blank(tokens)
+        if self._cascade is not None:
+            for rows in _kinds([size for size in self._decode_sizes if size > 1]):
+                self.run_blank(rows, rows, self._shared_by_two(self._cascade, rows))
+        change = torch.zeros(2, 1, dtype=torch.int32, device=self._table.device)
+        update_table(self._table, change[0], change[1])
+
+    def _shared_by_two(self, plan: CascadePlan, rows: int) -> CascadePlan:
+        """As if the first two of the rows had their first block in common."""
+        size = self._slots.block_size
+        lengths = np.zeros(rows, np.int32)
+        lengths[:2] = 2 * size
+        plan.regroup(np.zeros((2, 2), np.int32), lengths, size, [SharedRange(np.arange(2), 0, size)])
+        return plan
 
     # --- graphs ---
 
@@ -274,3 +296,8 @@ class GpuForward:
                 padded[:count] = seq_lens
                 plan.regroup(table, padded, size, ranges)
         return plan if plan.prefix is not None else None
+
+
+def _kinds(sizes: list[int]) -> list[int]:
+    """The largest size up to 16, from there to 32, and so on."""
+    return list({max(size - 1, 15).bit_length(): size for size in sizes}.values())

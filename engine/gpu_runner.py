@@ -24,21 +24,21 @@ from engine.dummy_weights import open_weights
 from engine.gpu_batch import PackedStep, RequestSlots, pack_step
 from engine.gpu_forward import GpuForward, StepShape
 from engine.gpu_sampler import DrawnLogprobs, GpuSampler, draw_params
+from engine.kernels.launch import compile_ahead
+from engine.kernels.sampling import penalise
 from engine.kernels.step_inputs import commit
 from engine.kernels.triton_gpu import TritonKernels
 from engine.kv_cache import KVCache
 from engine.messages import TokenLogprobs
 from engine.model_config import ModelConfig, load_model_config
 from engine.model_runner import OnLayers, longest_request
-from engine.models import build_model
+from engine.models import CausalLM, build_model
 from engine.weights import resolve_model
 
 log = structlog.get_logger()
 
 _RING = 3
 """Steps whose host memory is in use: two launched and not read, one being packed."""
-_PREFILLS_COMPILED = (64, 128)
-"""Prefill attention is compiled anew for each power of two of requests from 32 on: these at start, rarer ones later."""
 _SPARE_BYTES = 3 << 29
 """Of an engine's part, for what torch does not allocate: the driver's context, graphs, small stagings."""
 
@@ -108,19 +108,19 @@ class GpuRunner:
         loaded_s = time.monotonic()
         with torch.inference_mode():
             self._sampler = GpuSampler(max_rows, self.eos_token_ids, self.device)
+            self._compile_ahead(max_rows)
+            compiled_s = time.monotonic()
             self.num_blocks = config.num_blocks or self._measure_blocks(max_rows)
         # An ordinary tensor: hand-offs and preemption write to it outside of inference mode.
         self.kv_cache = self._make_cache(self.num_blocks)
         with torch.inference_mode():
-            self._forward = self._make_forward(self.kv_cache)
+            self._forward = self._make_forward(self.kv_cache, self._model)
             measured_s = time.monotonic()
             self._rings = [self._make_ring(max_rows) for _ in range(_RING)]
             self._next_ring = 0
             num_graphs = self._forward.capture_all()
-            for requests in _PREFILLS_COMPILED:
-                if 2 * requests <= config.max_num_batched_tokens and requests <= max_rows:
-                    self._forward.run_blank(2 * requests, requests)
-            self._warm_sampler(max_rows)
+            self._run_prefills(self._forward, max_rows)
+            self._warm_sampler(self._forward, max_rows)
             torch.cuda.synchronize()
         log.info(
             "model_loaded",
@@ -134,7 +134,8 @@ class GpuRunner:
             max_model_len=self.max_model_len,
             graphs=num_graphs,
             weights_s=round(loaded_s - started_s, 2),
-            measure_s=round(measured_s - loaded_s, 2),
+            compile_s=round(compiled_s - loaded_s, 2),
+            measure_s=round(measured_s - compiled_s, 2),
             graphs_s=round(time.monotonic() - measured_s, 2),
         )
 
@@ -195,9 +196,9 @@ class GpuRunner:
             device=self.device,
         )
 
-    def _make_forward(self, cache: KVCache) -> GpuForward:
+    def _make_forward(self, cache: KVCache, model: CausalLM) -> GpuForward:
         return GpuForward(
-            self._model,
+            model,
             self._kernels,
             self.model_config,
             self._slots,
@@ -224,7 +225,7 @@ class GpuRunner:
         """
         config, model = self.config, self.model_config
         torch.cuda.reset_peak_memory_stats(self.device)
-        forward = self._make_forward(self._make_cache(2))
+        forward = self._make_forward(self._make_cache(2), self._model)
         forward.run_blank(config.max_num_batched_tokens)
         self._model.logits(torch.zeros(max_rows, model.hidden_size, dtype=self.dtype, device=self.device))
         del forward
@@ -256,13 +257,38 @@ class GpuRunner:
             )
         return num_blocks
 
-    def _warm_sampler(self, max_rows: int) -> None:
-        """Compile the draws that a step can need."""
-        rows = 1
-        while rows <= max_rows:
-            shape = self._forward.shape_of(rows, rows)
-            logits = torch.zeros(shape.layout.rows, self.vocab_size, device=self.device)
-            params = draw_params(shape.inputs, shape.layout.rows)
+    def _compile_ahead(self, max_rows: int) -> None:
+        """All kernels at once, with the rest of the start as a rehearsal; those that take longest come first."""
+        forward = self._make_forward(self._make_cache(2), self._model.excerpt())
+        try:
+            with compile_ahead():
+                self._warm_sampler(forward, max_rows)
+                self._run_prefills(forward, max_rows)
+                forward.run_blank(self.config.max_num_batched_tokens)
+                forward.rehearse()
+        except Exception:
+            # What is not compiled now is compiled when it is launched; what is really wrong is said there.
+            log.warning("kernels_not_compiled_ahead", exc_info=True)
+
+    def _run_prefills(self, forward: GpuForward, max_rows: int) -> None:
+        """Of many prompts: attention is another kernel for each power of two of them from 32 on."""
+        most = min(max_rows, self.config.max_num_batched_tokens // 2)
+        prompts = 32
+        while prompts < most:
+            prompts = min(2 * prompts, most)
+            forward.run_blank(2 * prompts, prompts)
+
+    def _warm_sampler(self, forward: GpuForward, max_rows: int) -> None:
+        """Compile the last product, and what a step can need to draw from its logits."""
+        hidden = torch.zeros(max_rows, self.model_config.hidden_size, dtype=self.dtype, device=self.device)
+        padding = torch.full((max_rows,), self._slots.num_slots, dtype=torch.int32, device=self.device)
+        drawn = torch.zeros_like(padding)
+        for rows in (*(1 << power for power in range(max_rows.bit_length())), max_rows):
+            shape = forward.shape_of(rows, rows)
+            params = draw_params(shape.inputs, rows)
+            logits = self._model.logits(hidden[:rows])
             for given, cut in ((None, False), (params, False), (params, True)):
-                self._sampler.draw(logits, given, cut)
-            rows *= 4
+                tokens = self._sampler.draw(logits, given, cut)
+            commit(tokens, padding[:rows], forward.last_tokens, drawn)
+        entry, factor = torch.zeros_like(drawn[:1]), torch.zeros(1, device=self.device)
+        penalise(logits[:1], entry, entry, entry, entry, factor, factor, factor, factor)

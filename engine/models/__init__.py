@@ -24,6 +24,10 @@ MODELS = {
 class CausalLM(Protocol):
     """What the model runner asks of a model."""
 
+    def excerpt(self) -> CausalLM:
+        """A model that launches every kernel that this one does, with as few layers as that takes."""
+        ...
+
     def forward(
         self, batch: ForwardBatch, kv_layers: list[torch.Tensor], after_layer: Callable[[int], None] | None = None
     ) -> torch.Tensor:
