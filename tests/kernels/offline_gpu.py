@@ -4,25 +4,27 @@ Not a test module. Tensors are torch's fakes (shapes, strides and storage offset
 Triton is told the architecture by a driver of our own, and a launch ends when Triton knows what it would compile: the
 specialisation of arguments, which decides that, is Triton's own. So the engine's code runs as it is on a device.
 
-    engine code -> kernel[grid](...) -> JITFunction.run -> Launch, one for each kernel that would be compiled
-    Launch.compile() -> kernel.warmup(...) -> TTIR .. PTX -> ptxas -> cubin
+    engine code -> kernel[grid](...) or kernel.warmup(...) -> JITFunction.run -> noted, if it is not there yet
+                                                                              -> TTIR .. PTX -> ptxas -> cubin
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import subprocess
-import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
@@ -43,27 +45,17 @@ class Compiled:
     registers: int
     stack_bytes: int
     """Of a thread, in the device's memory: spilled registers, or arrays that did not fit into them."""
+    sha256: str
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
-    """The first one that a compiled kernel serves."""
+class Launches:
+    """Kernels, by name and by what Triton tells compiled ones of a name apart by. Where launches compile, only those
+    that were not there yet."""
 
-    name: str
-    arch: int
-    key: str
-    """What Triton tells compiled kernels of one function apart by."""
-    kernel: Any
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
-
-    def __str__(self) -> str:
-        return f"{self.name} sm_{self.arch} {self.key}"
-
-    def compile(self) -> Compiled:
-        with _triton_for(self.arch):
-            built = self.kernel.warmup(*self.arguments, grid=(1,), **self.options)
-        return read_cubin(self.name, built.asm["cubin"], built.metadata.shared)
+    ahead: set[tuple[str, str]] = field(default_factory=set)
+    """Asked for by ``compile_ahead``."""
+    run: set[tuple[str, str]] = field(default_factory=set)
 
 
 class _Driver:
@@ -72,6 +64,11 @@ class _Driver:
 
     def __init__(self, arch: int) -> None:
         self._arch = arch
+        self.launcher_cls = lambda *_: _nothing
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda _: {"max_shared_mem": SHARED_BYTES[arch]},
+            load_binary=lambda *_: (None, None, 0, 0, 1024),
+        )
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self._arch, 32)
@@ -91,10 +88,16 @@ class _Stream:
     def wait_stream(self, other: object) -> None: ...
 
 
+class _Event:
+    def record(self) -> None: ...
+
+
 class _Graph:
     """A capture's launches are launches."""
 
     def capture_begin(self, **_: object) -> None: ...
+
+    def replay(self) -> None: ...
 
     def capture_end(self) -> None: ...
 
@@ -110,24 +113,20 @@ def _triton_for(arch: int) -> Iterator[None]:
 
 
 @contextmanager
-def offline_gpu(arch: int) -> Iterator[dict[tuple[str, str], Launch]]:
-    """Inside, torch's CUDA tensors are fakes of such a device, and launches are noted by name and key."""
-    launches: dict[tuple[str, str], Launch] = {}
+def offline_gpu(arch: int, *, compiles: bool) -> Iterator[Launches]:
+    """Inside, torch's CUDA tensors are fakes of a device of that architecture, and launches run nothing; with
+    ``compiles`` they compile what they need."""
+    launches = Launches()
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        keys: list[str] = []
-
         def on_miss(*_: object, key: str, **__: object) -> bool:
-            keys.append(key)
-            return True  # not compiled now
+            (launches.ahead if warmup else launches.run).add((self.fn.__name__, key))
+            return not compiles  # True: do not compile it now
 
         with mock.patch.object(knobs.runtime, "jit_cache_hook", on_miss):
             original(self, *args, grid=grid, warmup=True, **kwargs)
-        for key in keys:
-            launch = Launch(self.fn.__name__, arch, key, self, args, kwargs)
-            launches.setdefault((launch.name, key), launch)
 
-    original = JITFunction.run
+    original, from_numpy = JITFunction.run, torch.from_numpy
     major, minor = divmod(arch, 10)
     properties = SimpleNamespace(multi_processor_count=_SMS[arch], total_memory=_MEMORY_BYTES[arch])
     cuda: dict[str, object] = {
@@ -138,7 +137,8 @@ def offline_gpu(arch: int) -> Iterator[dict[tuple[str, str], Launch]]:
         "set_stream": _nothing,
         "current_stream": _Stream,
         "Stream": _Stream,
-        "Event": SimpleNamespace,
+        "stream": lambda _: nullcontext(),
+        "Event": _Event,
         "CUDAGraph": _Graph,
         "graph_pool_handle": lambda: (0, 0),
         "is_current_stream_capturing": lambda: False,
@@ -156,8 +156,11 @@ def offline_gpu(arch: int) -> Iterator[dict[tuple[str, str], Launch]]:
         stack.enter_context(mock.patch.multiple(torch.cuda, **cuda))
         stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", _address))
         stack.enter_context(mock.patch.object(FakeTensor, "__getitem__", _item))
+        stack.enter_context(mock.patch.object(FakeTensor, "numpy", _array))
         stack.enter_context(mock.patch.object(FakeTensor, "copy_", lambda tensor, *_, **__: tensor))
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda tensor, *_, **__: tensor))
+        # Its own result would be a constant when it has one element, and constants are computed with.
+        stack.enter_context(mock.patch.object(torch, "from_numpy", lambda array: fakes.from_tensor(from_numpy(array))))
         stack.enter_context(fakes)
         yield launches
 
@@ -168,6 +171,12 @@ def _nothing(*_: object, **__: object) -> None: ...
 def _address(tensor: FakeTensor) -> int:
     """Of no memory: another one for each storage, aligned as torch's allocator does it."""
     return (tensor.untyped_storage()._cdata << 9) + tensor.storage_offset() * tensor.itemsize
+
+
+def _array(tensor: FakeTensor) -> np.ndarray[Any, Any]:
+    """Memory of its own for what is packed into a fake on the host."""
+    with unset_fake_temporarily():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype).numpy()
 
 
 def _item(tensor: FakeTensor, index: Any) -> torch.Tensor:
@@ -190,12 +199,14 @@ def _item(tensor: FakeTensor, index: Any) -> torch.Tensor:
     return found
 
 
-def read_cubin(name: str, cubin: bytes, shared_bytes: int) -> Compiled:
-    """By ``cuobjdump``, which comes with Triton; what is asked for at the launch is not in the cubin."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "kernel.cubin"
-        path.write_bytes(cubin)
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+def read_cache(directory: Path) -> list[Compiled]:
+    """What was compiled, by ``cuobjdump``, which comes with Triton; shared memory is not in the cubin."""
+    return [_read(path, json.loads(path.with_suffix(".json").read_text())) for path in directory.glob("*/*.cubin")]
+
+
+def _read(cubin: Path, metadata: dict[str, Any]) -> Compiled:
+    command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     found = {key: int(value) for key, value in re.findall(r"\b(REG|STACK):(\d+)", said)}
-    return Compiled(name, shared_bytes, found["REG"], found["STACK"])
+    sha256 = hashlib.sha256(cubin.read_bytes()).hexdigest()
+    return Compiled(metadata["name"], metadata["shared"], found["REG"], found["STACK"], sha256)

@@ -4,6 +4,7 @@ As a program it compiles all of them for one architecture, with an empty cache a
 took:
 
     python -m tests.kernels.offline_start [--arch 120] [--model qwen3-0.6b] [--output FILE]
+    python -m tests.kernels.offline_start --threads 8      as an engine with that many cores does it
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import json
 import resource
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,11 +28,16 @@ from triton import knobs
 
 from bench.random_models import SHAPES
 from engine import gpu_runner
+from engine.batch import SampledBatch, ScheduledBatch
 from engine.config import EngineConfig
+from engine.core import EngineCore
 from engine.devices import config_for_device
 from engine.gpu_runner import GpuRunner
+from engine.kernels.launch import PATIENCE_S, compile_ahead
+from engine.messages import AddRequest
 from engine.model_config import ModelConfig
-from tests.kernels.offline_gpu import SHARED_BYTES, Compiled, Launch, offline_gpu
+from engine.model_runner import OnLayers
+from tests.kernels.offline_gpu import SHARED_BYTES, Launches, offline_gpu, read_cache
 
 
 class _FakeWeights:
@@ -54,14 +63,42 @@ def _open_weights(
     return _FakeWeights(dtype, device), "fake"
 
 
-def start(arch: int, model: str, **options: Any) -> list[Launch]:
-    """What the start launches, with two layers: the others launch what these do."""
+class _Blind:
+    """An engine's runner that launches its steps and draws zeros."""
+
+    def __init__(self, runner: GpuRunner) -> None:
+        self._runner = runner
+        self.num_blocks, self.max_model_len = runner.num_blocks, runner.max_model_len
+        self.eos_token_ids, self.vocab_size = runner.eos_token_ids, runner.vocab_size
+        self.model_fingerprint = runner.model_fingerprint
+
+    def run(self, batch: ScheduledBatch, on_layers: OnLayers | None = None) -> SampledBatch:
+        self._runner.launch(batch, on_layers)
+        return SampledBatch([0 if item.needs_sample else None for item in batch.items], [None] * len(batch.items))
+
+
+def serve(runner: GpuRunner, requests: Sequence[AddRequest]) -> None:
+    """All at once, to their ends."""
+    core = EngineCore(runner.config, _Blind(runner))
+    for request in requests:
+        core.add(request)
+    while core.has_work():
+        errors = [output.error_message for output in core.step().outputs if output.error_message]
+        assert not errors
+
+
+@contextmanager
+def engine(arch: int, model: str, *, compiles: bool, **options: Any) -> Iterator[tuple[GpuRunner, Launches]]:
+    """Started, with a few layers: more launch the same. ``options`` are the engine's, ``shape`` changes the model's."""
+    shape = {**SHAPES[model], "num_hidden_layers": 4, **options.pop("shape", {})}
     with tempfile.TemporaryDirectory() as name:
-        (Path(name) / "config.json").write_text(json.dumps({**SHAPES[model], "num_hidden_layers": 2}))
+        (Path(name) / "config.json").write_text(json.dumps(shape))
         config = config_for_device({"model": name, "device": "cuda", **options})
-        with offline_gpu(arch) as launches, mock.patch.object(gpu_runner, "open_weights", _open_weights):
-            GpuRunner(config)
-    return list(launches.values())
+        with (
+            offline_gpu(arch, compiles=compiles) as launches,
+            mock.patch.object(gpu_runner, "open_weights", _open_weights),
+        ):
+            yield GpuRunner(config), launches
 
 
 def _cpu_s() -> float:
@@ -73,22 +110,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, default=90, choices=SHARED_BYTES)
     parser.add_argument("--model", default="llama-3.1-8b", choices=SHAPES)
-    parser.add_argument("--output", type=Path, help="JSON")
+    parser.add_argument("--threads", type=int, default=1, help="that compile; 0: no compiling ahead")
+    parser.add_argument("--patience", type=float, default=PATIENCE_S, help="seconds for compiling ahead")
+    parser.add_argument("--small", action="store_true", help="an engine of few requests and tokens a step")
+    parser.add_argument("--output", type=Path, help="JSON: what the kernels became, and which were not compiled ahead")
     args = parser.parse_args()
-    found: list[Compiled] = []
-    with tempfile.TemporaryDirectory() as cache, mock.patch.object(knobs.cache, "dir", cache):
-        since_s = _cpu_s()
-        for one in start(args.arch, args.model):
-            before_s = _cpu_s()
-            built = one.compile()
-            found.append(built)
-            print(
-                f"sm_{args.arch} {built.name:<24}{_cpu_s() - before_s:>6.2f} s{built.registers:>5} registers"
-                f"{built.stack_bytes:>6} B of stack{built.shared_bytes:>8} B shared"
-            )
-        print(f"sm_{args.arch} {args.model}: {_cpu_s() - since_s:.1f} s of CPU")
+    options = {"max_num_seqs": 16, "max_num_batched_tokens": 64} if args.small else {}
+    with tempfile.TemporaryDirectory() as cache, ExitStack() as stack:
+        stack.enter_context(mock.patch.object(knobs.cache, "dir", cache))
+        ahead = partial(compile_ahead, args.threads, args.patience) if args.threads else nullcontext
+        stack.enter_context(mock.patch.object(gpu_runner, "compile_ahead", ahead))
+        since_s, cpu_s = time.monotonic(), _cpu_s()
+        with engine(args.arch, args.model, compiles=True, **options) as (_, launches):
+            took_s, used_s = time.monotonic() - since_s, _cpu_s() - cpu_s
+        found = read_cache(Path(cache))
+    for one in sorted(found, key=lambda one: one.name):
+        print(
+            f"sm_{args.arch} {one.name:<24}{one.registers:>5} registers{one.stack_bytes:>6} B of stack"
+            f"{one.shared_bytes:>8} B shared"
+        )
+    print(
+        f"sm_{args.arch} {args.model}: {len(launches.ahead)} ahead by {args.threads} threads, {len(launches.run)} when "
+        f"launched, {took_s:.1f} s, {used_s:.1f} s of CPU"
+    )
     if args.output is not None:
-        args.output.write_text(json.dumps([asdict(one) for one in found]))
+        late = sorted(name for name, _ in launches.run)
+        args.output.write_text(json.dumps({"kernels": [asdict(one) for one in found], "when_launched": late}))
 
 
 if __name__ == "__main__":
