@@ -23,7 +23,7 @@ import structlog
 import triton
 
 MAX_THREADS = 8
-"""More gain little: the longest single one takes a tenth of what all take together. Each takes about 0.1 GB."""
+"""More gain little: the longest kernel takes a tenth of what all take. Eight take 0.1 GB more than one."""
 PATIENCE_S = 120.0
 """Far more than all take one after the other."""
 
