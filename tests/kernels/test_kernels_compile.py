@@ -99,7 +99,7 @@ def test_what_fails_ahead_is_compiled_when_launched(tmp_path: Path) -> None:
 
 
 def test_a_start_does_not_wait_for_a_compiler_that_hangs(tmp_path: Path) -> None:
-    ptxas = _bad_once(tmp_path, "_commit_kernel", "exec sleep 40")
+    ptxas = _bad_once(tmp_path, "_commit_kernel", "exec sleep 25")
     found, said = start(
         tmp_path, "--arch", "80", "--small", "--threads", "2", "--patience", "5", TRITON_PTXAS_PATH=ptxas
     )
