@@ -88,18 +88,18 @@ class GpuForward:
     def shape_of(self, num_requests: int, num_tokens: int, *, eager: bool = False) -> StepShape:
         """``eager``: whatever the sizes."""
         if not eager and num_tokens == num_requests:
-            rows = next(size for size in self._decode_sizes if size >= num_requests)
+            rows = self._decode_size(num_requests)
             return StepShape("decode", *self._static(rows, rows))
         if not eager and self._token_sizes and num_tokens <= self._token_sizes[-1]:
             tokens = next(size for size in self._token_sizes if size >= num_tokens)
             return StepShape("pieces", *self._static(tokens, self._max_rows))
-        layout = StepLayout(num_tokens, num_requests)
+        layout = StepLayout(num_tokens, self._decode_size(num_requests))
         return StepShape("eager", layout, self._views(layout))
 
     def run(
         self, shape: StepShape, step: PackedStep, block: torch.Tensor, after_layer: AfterLayer | None = None
     ) -> torch.Tensor:
-        """Hidden states of the rows that draw a token (decode: of all rows, padding too). ``block`` is pinned."""
+        """Hidden states of the rows that draw a token, then padding. ``block`` is pinned."""
         self._block[: shape.layout.words].copy_(block[: shape.layout.words], non_blocking=True)
         self._apply_changes()
         cascade = self._choose_cascade(step)
@@ -109,14 +109,15 @@ class GpuForward:
             self._tell_all(after_layer)
             if len(step.sampled) == step.num_requests:
                 return self._hidden[:rows]
-            return self._hidden.index_select(0, shape.inputs["logits_index"][: len(step.sampled)])
+            return self._hidden.index_select(0, self._drawn_rows(shape, step))
         num_requests = step.num_requests
         batch = self._batch(shape, num_requests, step.max_q_len, len(step.sampled))
-        self._kernels.begin_step(step.num_decodes, cascade)
+        self._kernels.begin_step(step.num_decodes, cascade, is_mixed=True)
         if shape.kind == "pieces":
-            return self._run_pieces(shape, batch, len(step.sampled), after_layer)
+            return self._run_pieces(shape, batch, self._drawn_rows(shape, step), after_layer)
         self._prepare(shape)
-        return self._model.forward(batch, self._kv_layers, after_layer)
+        mixed, residual = self._model.attend(batch, self._kv_layers, after_layer, narrow=True)
+        return self._finish(mixed, residual)
 
     def capture_all(self) -> int:
         """Capture every graph that a step without shared prefixes can use; how many there are. Largest first."""
@@ -124,20 +125,25 @@ class GpuForward:
             shape = StepShape("decode", *self._static(rows, rows))
             self._blank(shape, 0)
             self._replay(("decode", rows, False), shape, rows, None)
+            self._model.logits(self._hidden[:rows])
         for tokens in reversed(self._token_sizes):
             shape = StepShape("pieces", *self._static(tokens, self._max_rows))
             requests, longest = self._blank(shape, tokens)
             self._kernels.begin_step(0)
-            self._run_pieces(shape, self._batch(shape, requests, longest, 1), 1)
+            self._run_pieces(shape, self._batch(shape, requests, longest, 1), shape.inputs["logits_index"][:1])
         return len(self._graphs)
 
     def run_blank(self, num_tokens: int, num_requests: int = 1, cascade: CascadePlan | None = None) -> None:
         """An eager pass that writes no KV: to see what it needs, and to compile. At least that many requests."""
         shape = self.shape_of(self._max_rows, num_tokens, eager=True)
         requests, longest = self._blank(shape, num_tokens, num_requests)
-        self._kernels.begin_step(0, cascade)
+        is_mixed = longest > 1
+        self._kernels.begin_step(0, cascade, is_mixed=is_mixed)
         self._prepare(shape)
-        self._model.forward(self._batch(shape, requests, longest, requests), self._kv_layers)
+        batch = self._batch(shape, requests, longest, requests)
+        self._model.forward(batch, self._kv_layers)
+        if is_mixed:  # as the last layer of such a step does it
+            self._finish(*self._model.attend(batch, self._kv_layers, narrow=True))
 
     def rehearse(self) -> None:
         """Launch whatever steps of up to ``MAX_PIECEWISE_TOKENS`` tokens launch; for ``compile_ahead``, where nothing
@@ -180,7 +186,7 @@ class GpuForward:
         self._graphs[key] = CapturedForward(forward, self._pool)
 
     def _run_pieces(
-        self, shape: StepShape, batch: ForwardBatch, sampled: int, after_layer: AfterLayer | None = None
+        self, shape: StepShape, batch: ForwardBatch, drawn: torch.Tensor, after_layer: AfterLayer | None = None
     ) -> torch.Tensor:
         tokens = shape.layout.tokens
         key = ("pieces", tokens, False)
@@ -207,8 +213,30 @@ class GpuForward:
                 )  # fmt: skip
 
             graph.replay(attend, after_layer)
-        rows = shape.inputs["logits_index"][:sampled]
-        return self._model.finish(mixed.flatten(1).index_select(0, rows), self._hidden.index_select(0, rows))
+        if not len(drawn):
+            return self._hidden[:0]
+        return self._model.finish(mixed.flatten(1).index_select(0, drawn), self._hidden.index_select(0, drawn))
+
+    def _finish(self, mixed: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """What is left of an eager step, for the rows that a token is drawn from, and padding (of an older step)."""
+        rows = len(residual)
+        if not rows:
+            return residual
+        padded = self._decode_size(rows)
+        static = self._mixed[:padded].flatten(1)
+        static[:rows].copy_(mixed)
+        self._hidden[:rows].copy_(residual)
+        return self._model.finish(static, self._hidden[:padded])
+
+    def _decode_size(self, rows: int) -> int:
+        """The next larger batch size of decodes. The library chooses a kernel for each number of rows and loads it
+        when it is new, which waits for the device; these were seen at start."""
+        return next(size for size in self._decode_sizes if size >= rows)
+
+    def _drawn_rows(self, shape: StepShape, step: PackedStep) -> torch.Tensor:
+        """Where the rows are that a token is drawn from; the padding is row 0's."""
+        count = len(step.sampled)
+        return shape.inputs["logits_index"][: self._decode_size(count) if count else 0]
 
     def _tell_all(self, after_layer: AfterLayer | None) -> None:
         if after_layer is not None:
@@ -292,7 +320,7 @@ class GpuForward:
             ranges = choose_groups(find_groups(table, seq_lens, size), size, plan.cost)
             if ranges or plan.prefix is not None:
                 # Padding has no shared range either.
-                padded = np.zeros(next(s for s in self._decode_sizes if s >= count), np.int32)
+                padded = np.zeros(self._decode_size(count), np.int32)
                 padded[:count] = seq_lens
                 plan.regroup(table, padded, size, ranges)
         return plan if plan.prefix is not None else None

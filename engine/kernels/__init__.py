@@ -21,8 +21,21 @@ Linear = Callable[[Normed], torch.Tensor]
 AddNorm = Callable[[torch.Tensor, torch.Tensor], tuple[Normed, torch.Tensor]]
 """``([T, in], [T, hidden]) -> (normed, [T, hidden])``. The second argument may be overwritten."""
 
-QKV = Callable[[Normed, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""``([T, hidden], positions [T], slot_mapping [T], kv_layer) -> rotated queries [T, H, D]``; writes keys and values."""
+
+class QKV(Protocol):
+    def __call__(
+        self,
+        normed: Normed,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_layer: torch.Tensor,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``([T, hidden], [T], [T], ...) -> rotated queries [T, H, D]``; writes keys and values.
+
+        With ``rows`` [R] the queries are those of these rows only, [R, H, D].
+        """
+        ...
 
 
 class Kernels(Protocol):
@@ -116,12 +129,17 @@ def compose_qkv(
     bounds = (num_heads, num_heads + num_kv_heads)
 
     def run(
-        normed: Normed, positions: torch.Tensor, slot_mapping: torch.Tensor, kv_layer: torch.Tensor
+        normed: Normed,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_layer: torch.Tensor,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         q, k, v = multiply(normed).view(len(normed), -1, head_dim).tensor_split(bounds, dim=1)
-        return kernels.rope_kv_write(
+        rotated = kernels.rope_kv_write(
             q, k, v, cos_sin, positions, slot_mapping, kv_layer, q_norm_weight, k_norm_weight, eps
         )
+        return rotated if rows is None else rotated[rows]
 
     return run
 

@@ -146,14 +146,17 @@ def rope_kv_write(
     eps: float = 1e-6,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Norm and rotate q [T, H, D] and k [T, K, D], write k and v to their slots (a negative slot: nowhere) -> q."""
+    """Norm and rotate q [T, H, D] and k [T, K, D], write k and v to their slots (a negative slot: nowhere) -> q.
+
+    H or K may be 0.
+    """
     tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     if out is None:
         out = torch.empty(tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
     half = head_dim // 2
-    block_q = min(16, triton.next_power_of_2(num_heads))
-    block_k = min(16, triton.next_power_of_2(num_kv_heads))
+    block_q = max(1, min(16, triton.next_power_of_2(num_heads)))
+    block_k = max(1, min(16, triton.next_power_of_2(num_kv_heads)))
     programs = triton.cdiv(num_heads, block_q) + triton.cdiv(num_kv_heads, block_k)
     launch(_rope_kv_write_kernel, (tokens, programs),
         q, k, v, cos_sin, positions, slot_mapping, kv_layer, out,

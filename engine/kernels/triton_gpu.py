@@ -59,15 +59,20 @@ class TritonKernels:
         self._planned: set[tuple[int, int, int, int | None]] = set()
         self._stepwise = False
         self._num_decodes = 0
+        self._is_mixed = False
         self._cascade: CascadePlan | None = None
         self.seam: AttentionSeam | None = None
 
-    def begin_step(self, num_decodes: int, cascade: CascadePlan | None = None) -> None:
-        """The layers' next batch: its first ``num_decodes`` requests have one token; ``cascade`` is theirs."""
+    def begin_step(self, num_decodes: int, cascade: CascadePlan | None = None, *, is_mixed: bool = False) -> None:
+        """The layers' next batch: its first ``num_decodes`` requests have one token; ``cascade`` is theirs.
+
+        ``is_mixed``: there are others. A call for one token of each request is then for other requests than these.
+        """
         self._stepwise = True
         self._planned.clear()
         self._num_decodes = num_decodes
         self._cascade = cascade
+        self._is_mixed = is_mixed
 
     def set_num_threads(self, num_threads: int) -> None:
         """Nothing to set: the work is the device's."""
@@ -87,9 +92,13 @@ class TritonKernels:
         """Takes over ``weight`` [out, in]; it stays as it is."""
         if out_dtype not in (None, weight.dtype):
             if bias is None and weight.device.type == "cuda":
+                # One for all steps, valid until the next one: an allocation of another size each time may wait for
+                # the device.
+                out = torch.empty(self._max_requests, weight.shape[0], dtype=out_dtype, device=weight.device)
+
                 # Straight from the float32 sums, without rounding between.
                 def multiply(x: torch.Tensor) -> torch.Tensor:
-                    return torch.mm(x, weight.t(), out_dtype=out_dtype)
+                    return torch.mm(x, weight.t(), out_dtype=out_dtype, out=out[: len(x)])
             else:
 
                 def multiply(x: torch.Tensor) -> torch.Tensor:
@@ -134,21 +143,49 @@ class TritonKernels:
         k_norm_weight: torch.Tensor | None = None,
         eps: float = 1e-6,
     ) -> QKV:
-        many = compose_qkv(self, weight, bias, num_heads, num_kv_heads, cos_sin, q_norm_weight, k_norm_weight, eps)
+        every = compose_qkv(self, weight, bias, num_heads, num_kv_heads, cos_sin, q_norm_weight, k_norm_weight, eps)
+        head_dim = weight.shape[0] // (num_heads + 2 * num_kv_heads)
+        cut = num_heads * head_dim
+        q_bias, kv_bias = (None, None) if bias is None else (bias[:cut], bias[cut:])
+
+        def many(
+            normed: Normed,
+            positions: torch.Tensor,
+            slot_mapping: torch.Tensor,
+            kv_layer: torch.Tensor,
+            rows: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            if rows is None or len(normed) <= _SKINNY_ROWS:
+                return every(normed, positions, slot_mapping, kv_layer, rows)
+            norms = (q_norm_weight, k_norm_weight, eps)
+            kv = F.linear(normed, weight[cut:], kv_bias).view(len(normed), -1, head_dim)
+            k, v = kv.tensor_split(2, dim=1)
+            self.rope_kv_write(k[:, :0], k, v, cos_sin, positions, slot_mapping, kv_layer, *norms)
+            q = F.linear(normed[rows], weight[:cut], q_bias).view(len(rows), num_heads, head_dim)
+            if not len(rows):
+                return q
+            none = q[:, :0]
+            return self.rope_kv_write(q, none, none, cos_sin, positions[rows], slot_mapping, kv_layer, *norms)
+
         tiling = _tiling(weight)
-        half = weight.shape[0] // (num_heads + 2 * num_kv_heads) // 2
+        half = head_dim // 2
         normed_heads = q_norm_weight is not None or k_norm_weight is not None
         if tiling is None or tiling.split > 1 or half % (tiling.block_n // 2) or normed_heads:
             return many
         skinny = SkinnyQKV(weight, bias, num_heads, num_kv_heads, cos_sin, tiling)
 
         def run(
-            normed: Normed, positions: torch.Tensor, slot_mapping: torch.Tensor, kv_layer: torch.Tensor
+            normed: Normed,
+            positions: torch.Tensor,
+            slot_mapping: torch.Tensor,
+            kv_layer: torch.Tensor,
+            rows: torch.Tensor | None = None,
         ) -> torch.Tensor:
             if len(normed) > _SKINNY_ROWS:
-                return many(normed, positions, slot_mapping, kv_layer)
+                return many(normed, positions, slot_mapping, kv_layer, rows)
             out = None if self.seam is None else self.seam.queries()
-            return skinny(normed, positions, slot_mapping, kv_layer, out)
+            q = skinny(normed, positions, slot_mapping, kv_layer, out)
+            return q if rows is None else q[rows]
 
         return run
 
@@ -203,7 +240,8 @@ class TritonKernels:
         requests = seq_lens.shape[0]
         decodes = requests if max_q_len == 1 else self._num_decodes
         if decodes:
-            self._decode(q[:decodes], kv_layer, block_table, seq_lens[:decodes], scale, window, out[:decodes])
+            drawn = self._is_mixed and max_q_len == 1
+            self._decode(q[:decodes], kv_layer, block_table, seq_lens[:decodes], scale, window, out[:decodes], drawn)
         if decodes < requests:
             # cu_seqlens_q keeps counting from the first request, so q and out stay whole.
             paged_prefill(
@@ -220,7 +258,7 @@ class TritonKernels:
 
     def _decode(
         self, q: torch.Tensor, kv_layer: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, scale: float,
-        window: int | None, out: torch.Tensor,
+        window: int | None, out: torch.Tensor, has_own_plan: bool,
     ) -> None:  # fmt: skip
         key = (q.shape[1], kv_layer.shape[2], q.shape[2], window)
         plan = self._plans.get(key)
@@ -228,8 +266,9 @@ class TritonKernels:
             plan = DecodePlan(self._max_requests, *key[:3], q.device)
             self._plans[key] = plan
         # A window's first tokens are not attended to, so a shared prefix is worth nothing there.
-        cascade = self._cascade if window is None and self._cascade is not None and self._cascade.prefix else None
-        if not self._stepwise or key not in self._planned:
+        shares = window is None and not has_own_plan and self._cascade is not None and self._cascade.prefix
+        cascade = self._cascade if shares else None
+        if not self._stepwise or has_own_plan or key not in self._planned:
             plan.update(seq_lens, window, None if cascade is None else cascade.prefix)
             self._planned.add(key)
         if cascade is not None:

@@ -62,6 +62,28 @@ class Attention:
         )
         return mixed.view(len(normed), -1)
 
+    def mix_drawn(self, normed: Normed, batch: ForwardBatch, kv_layer: torch.Tensor) -> torch.Tensor:
+        """``mix`` of the rows that a token is drawn from, the last ones of their requests; writes all keys and values.
+
+        [T, hidden] -> [R, heads * head_dim], as ``batch.logits_index`` has them.
+        """
+        rows = batch.logits_index
+        q = self._qkv(normed, batch.positions, batch.slot_mapping, kv_layer, rows)
+        if not len(rows):
+            return q.flatten(1)
+        request = torch.searchsorted(batch.cu_seqlens_q, rows.to(batch.cu_seqlens_q.dtype), right=True) - 1
+        mixed = self._kernels.paged_attention(
+            q,
+            kv_layer,
+            batch.block_table[request],
+            torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
+            batch.seq_lens[request],
+            self._scale,
+            1,
+            self._window,
+        )
+        return mixed.view(len(rows), -1)
+
     def project(self, mixed: torch.Tensor, residual: torch.Tensor) -> tuple[Normed, torch.Tensor]:
         """[rows, heads * head_dim] and the residual -> the norm of their sum and the residual, [rows, hidden]."""
         return self._o(mixed, residual)

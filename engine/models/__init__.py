@@ -35,9 +35,17 @@ class CausalLM(Protocol):
         ...
 
     def attend(
-        self, batch: ForwardBatch, kv_layers: list[torch.Tensor], after_layer: Callable[[int], None] | None = None
+        self,
+        batch: ForwardBatch,
+        kv_layers: list[torch.Tensor],
+        after_layer: Callable[[int], None] | None = None,
+        *,
+        narrow: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``forward`` up to the last layer's attention: what it mixed, and the residual, of all rows."""
+        """``forward`` up to the last layer's attention: what it mixed, and the residual, of all rows.
+
+        ``narrow``: of those at ``batch.logits_index``, and the last layer attends for no others.
+        """
         ...
 
     def finish(self, mixed: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:

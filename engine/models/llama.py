@@ -40,6 +40,10 @@ class DecoderLayer:
         """What depends on other tokens; writes the keys and values. Returns what attention mixed."""
         return self._attention.mix(normed, batch, kv_layer)
 
+    def attend_drawn(self, normed: Normed, batch: ForwardBatch, kv_layer: torch.Tensor) -> torch.Tensor:
+        """``attend``, of the rows that a token is drawn from only."""
+        return self._attention.mix_drawn(normed, batch, kv_layer)
+
     def finish(self, mixed: torch.Tensor, residual: torch.Tensor) -> tuple[Normed, torch.Tensor]:
         """The rest, of any of the rows; ``residual`` may be overwritten."""
         return self._mlp(*self._attention.project(mixed, residual))
@@ -87,13 +91,34 @@ class LlamaForCausalLM:
         return self.finish(mixed[batch.logits_index], residual[batch.logits_index])
 
     def attend(
-        self, batch: ForwardBatch, kv_layers: list[torch.Tensor], after_layer: Callable[[int], None] | None = None
+        self,
+        batch: ForwardBatch,
+        kv_layers: list[torch.Tensor],
+        after_layer: Callable[[int], None] | None = None,
+        *,
+        narrow: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """All that every row must pass: most rows of a prefill chunk are done once the last layer has attended.
 
+        Or sooner: ``narrow`` has the last layer attend for the rows only that become logits.
+
         Returns:
-            What the last layer's attention mixed, and the residual, for ``finish``.
+            What the last layer's attention mixed, and the residual, for ``finish``; of all rows, or narrow.
         """
+        normed, residual = self._up_to_last(batch, kv_layers, after_layer)
+        last = self._layers[-1]
+        if narrow:
+            mixed, residual = last.attend_drawn(normed, batch, kv_layers[-1]), residual[batch.logits_index]
+        else:
+            mixed = last.attend(normed, batch, kv_layers[-1])
+        if after_layer is not None:
+            after_layer(len(self._layers) - 1)
+        return mixed, residual
+
+    def _up_to_last(
+        self, batch: ForwardBatch, kv_layers: list[torch.Tensor], after_layer: Callable[[int], None] | None
+    ) -> tuple[Normed, torch.Tensor]:
+        """All layers but one: what the last one begins with, and the residual."""
         x = F.embedding(batch.token_ids, self._embedding)
         normed: Normed
         normed, residual = self._norm(x, None, self._first_norm, self.config.rms_norm_eps)
@@ -102,10 +127,7 @@ class LlamaForCausalLM:
             if after_layer is not None:
                 after_layer(i)
             normed, residual = layer.finish(mixed, residual)
-        mixed = self._layers[-1].attend(normed, batch, kv_layers[-1])
-        if after_layer is not None:
-            after_layer(len(self._layers) - 1)
-        return mixed, residual
+        return normed, residual
 
     def finish(self, mixed: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """The normed hidden states of these rows; ``residual`` may be overwritten."""
