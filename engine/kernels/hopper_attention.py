@@ -2,15 +2,20 @@
 """Paged attention of many query rows on Hopper: one producer warp streams K and V through TMA, two warpgroups compute.
 
 Owns the matrix-bound attention of sm_90: chunked prefill and the shared ranges of a cascade, written in Gluon because
-the overlap must be said explicitly. ``hopper_launch`` launches it; ``prefill_attention`` and ``cascade_attention`` hold
-portable kernels of the same meaning for everywhere else. Follows FlashAttention-3 (Shah et
-al., 2024): warp specialisation, and inside a warpgroup the scores of tile j + 1 are in flight with P V of tile j.
+the overlap must be said explicitly. ``hopper_launch`` launches it, ``hopper_items`` says what an item is;
+``prefill_attention`` and ``cascade_attention`` hold portable kernels of the same meaning for everywhere else.
 
     program:      one an SM; work items (tile of 128 rows, KV head), heaviest first, each to who asks next (``tickets``)
     producer:     item -> ring; block ids -> TMA boxes [S, 64] of K and V -> full barriers    (waits on empty barriers)
     consumer w:   rows 64w .. 64w+63:  S = Q K(j+1)', O += P V(j)  in flight together -> softmax -> next
 
-The producer is an item ahead: its first K and V arrive while the last item ends.
+Specialised warps and both overlaps (between warpgroups, and inside one) follow FlashAttention-3 (Shah et al., 2024).
+
+The loop looks for no maximum. Rows keep the one of their first tile, m, and a tile's weights are exp2(score - m); only
+where a sum of them passes ``_LIMIT`` is the tile's product done again, with new maxima, and what was summed up before
+rescaled. Weights up to _LIMIT (2^15) fit into either 16-bit type with the relative precision of weights below 1, and
+all sums are float32. An assumed maximum with recomputation where it fails is FlashDecoding++'s (Hong et al., 2023),
+leaving out rescaling that is not needed FlashAttention-4's.
 
 Layout: KV ``[N, 2, K, S, D]`` contiguous, seen as rows of D; a head of a block is S consecutive rows, one TMA box for
 64 columns (128-byte swizzle). Rows of V past the last token are cleared in shared memory, so a block's unused slots
@@ -29,77 +34,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from engine.kernels.hopper_items import ENTRIES, FIELDS, decode_item, hand_out, receive
+
 # Newer versions of Gluon renamed it.
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _MASKED = gl.constexpr(-1.0e30)
 _FLOOR = gl.constexpr(-1.0e20)  # see attention_core
-
-
-@gluon.jit
-def _plus(a, b):
-    return a + b
-
-
-@gluon.jit
-def _item(
-    w, B, max_tiles, window, cu_ptr, seq_lens_ptr, items_ptr,
-    K: gl.constexpr, G: gl.constexpr, N: gl.constexpr, BLOCK_B: gl.constexpr, SHARED: gl.constexpr,
-    WINDOW: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Work item w: (alive, head, first row, end of rows, owner of blocks, begin, end, chunk, first token, history)."""
-    head = w % K
-    if SHARED:
-        item = items_ptr + w // K * 8
-        first = gl.load(item)
-        limit = first + gl.load(item + 1)
-        owner = gl.load(item + 2)
-        begin = gl.load(item + 3)
-        end = gl.load(item + 4)
-        chunk = gl.load(item + 5)
-        source = chunk * 0
-        history = chunk * 0
-        alive = end > begin
-    else:
-        # Later tiles attend to more and come first.
-        TOKENS: gl.constexpr = 128 // G
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-        tile = max_tiles - 1 - w // K
-        b = gl.arange(0, BLOCK_B, layout=LAYOUT)
-        q_lens = gl.load(cu_ptr + b + 1, mask=b < B, other=0) - gl.load(cu_ptr + b, mask=b < B, other=0)
-        tiles_of = gl.where(b < B, (q_lens + TOKENS - 1) // TOKENS, 0)
-        upto = gl.associative_scan(tiles_of, 0, _plus)
-        owner = gl.sum((upto <= tile).to(gl.int32), 0)
-        alive = owner < B
-        owner = gl.minimum(owner, B - 1)
-        first = (tile - gl.sum(gl.where(b == owner, upto - tiles_of, 0), 0)) * TOKENS
-        source = gl.load(cu_ptr + owner)
-        limit = gl.load(cu_ptr + owner + 1) - source
-        seq_len = gl.load(seq_lens_ptr + owner)
-        history = seq_len - limit
-        end = gl.minimum(history + first + TOKENS, seq_len)
-        begin = owner * 0
-        if WINDOW:
-            begin = gl.maximum(history + first - window + 1, 0) // N * N
-        chunk = owner * 0
-    return alive, head, first, limit, owner, begin, end, chunk, source, history
-
-
-@gluon.jit
-def _hand_out(w, turn, ring, ring_full, ring_empty, WARPS: gl.constexpr):
-    """Item w, this program's turn-th, to both consumers; one past the last item ends them."""
-    SLOT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    mbarrier.wait(ring_empty.index(turn % 2), ((turn // 2) & 1) ^ 1)
-    ring.index(turn % 2).store(gl.full([1], 0, gl.int32, SLOT) + w)
-    mbarrier.arrive(ring_full.index(turn % 2), count=1)
-
-
-@gluon.jit
-def _receive(turn, ring, ring_full, ring_empty, WARPS: gl.constexpr):
-    SLOT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    mbarrier.wait(ring_full.index(turn % 2), (turn // 2) & 1)
-    w = gl.max(ring.index(turn % 2).load(SLOT), 0)
-    mbarrier.arrive(ring_empty.index(turn % 2), count=1)
-    return w
+_LIMIT = gl.constexpr(32768.0)
 
 
 @gluon.jit
@@ -111,17 +52,18 @@ def _produce(
 ):  # fmt: skip
     PER: gl.constexpr = N // S
     BYTES: gl.constexpr = N * D * 2
-    WARPS: gl.constexpr = 1
     done = total * 0
     turn = total * 0
     w = gl.program_id(0)
     while w < total:
-        _hand_out(w, turn, ring, ring_full, ring_empty, WARPS)
         following = gl.atomic_add(tickets_ptr, 1, sem="relaxed") + gl.num_programs(0)
-        alive, head, _first, _limit, owner, begin, end, _chunk, _source, _history = _item(
-            w, B, max_tiles, window, cu_ptr, seq_lens_ptr, items_ptr, K, G, N, BLOCK_B, SHARED, WINDOW, WARPS
+        alive, owner, entry = decode_item(
+            w, B, max_tiles, window, cu_ptr, seq_lens_ptr, items_ptr, K, G, N, BLOCK_B, SHARED, WINDOW
         )
         if alive:
+            hand_out(entry, turn, ring, ring_full, ring_empty)
+            turn += 1
+            head, begin, end = entry[1], entry[4], entry[5]
             table = table_ptr + owner.to(gl.int64) * stride_table
             tiles = (end - begin + N - 1) // N
             for j in range(tiles):
@@ -148,8 +90,7 @@ def _produce(
                         _load(desc, [row, half * 64], v_full.index(stage), to)
             done += tiles
         w = following
-        turn += 1
-    _hand_out(w, turn, ring, ring_full, ring_empty, WARPS)
+    hand_out((w, w, w, w, w, w, w, w, w), turn, ring, ring_full, ring_empty)
     # The last program to finish leaves the tickets as it found them, for the next launch.
     if gl.atomic_add(tickets_ptr + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:
         gl.store(tickets_ptr, 0)
@@ -157,48 +98,78 @@ def _produce(
 
 
 @gluon.jit
-def _clear_rows(tile, valid, N: gl.constexpr):
-    """Zero the rows of a V tile from ``valid`` on; both warpgroups may do it, they write the same bytes."""
+def _clear_rows(tile, valid, cleared, turn, WG: gl.constexpr, N: gl.constexpr):
+    """Zero the rows of a V tile from ``valid`` on: each warpgroup its half, then both wait for the other's."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    x = tile.load(LAYOUT)
-    row = gl.arange(0, N, layout=gl.SliceLayout(1, LAYOUT))
-    zero = gl.zeros_like(x)
-    tile.store(gl.where((row < valid)[:, None], x, zero))
+    half = tile.slice(WG * (N // 2), N // 2)
+    x = half.load(LAYOUT)
+    row = WG * (N // 2) + gl.arange(0, N // 2, layout=gl.SliceLayout(1, LAYOUT))
+    half.store(gl.where((row < valid)[:, None], x, gl.zeros_like(x)))
     fence_async_shared()
+    mbarrier.arrive(cleared, count=1)
+    mbarrier.wait(cleared, turn & 1)
+
+
+@gluon.jit
+def _load_q(
+    q_ptr, members_ptr, entry, total, stride_qt, stride_qh,
+    WG: gl.constexpr, G: gl.constexpr, D: gl.constexpr, SHARED: gl.constexpr,
+):  # fmt: skip
+    """An item's 64 rows of this warpgroup, into registers; of an entry that is past the last item, zeros."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    w, head, first, limit, _begin, _end, _chunk, source, _history = entry
+    r = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    logical = first + r // G
+    valid = (logical < limit) & (w < total)
+    token = gl.load(members_ptr + logical, mask=valid, other=0) if SHARED else source + logical
+    rows = token.to(gl.int64) * stride_qt + (head * G + r % G) * stride_qh
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
+    return gl.load(q_ptr + rows[:, None] + column[None, :], mask=valid[:, None], other=0.0)
+
+
+@gluon.jit
+def _hide(s, at, position, window, WINDOW: gl.constexpr):
+    """Mask the scores of tokens that a row does not attend to."""
+    seen = at[None, :] <= position[:, None]
+    if WINDOW:
+        seen = seen & (at[None, :] > position[:, None] - window)
+    return gl.where(seen, s, _MASKED)
+
+
+@gluon.jit
+def _partial_sums(e):
+    """Sums of [64, N] over columns that lie 8 apart: all of one sum is one thread's, so nothing is exchanged."""
+    return gl.sum(e.reshape([e.shape[0], e.shape[1] // 8, 8]), 1)
 
 
 @gluon.jit
 def _attend(
-    q_ptr, members_ptr, out_ptr, lse_ptr, head, first, limit, source, history, begin, end, tiles, done, chunk_row,
-    scale_log2, window,
+    q, q_ptr, members_ptr, out_ptr, lse_ptr, entry, total, turn, done, clears, B, scale_log2, window,
     stride_qt, stride_qh, stride_ot, stride_oh, heads,
-    q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+    q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, ring, ring_full, ring_empty, cleared,
     WG: gl.constexpr, G: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
     SHARED: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
+    """One item, whose rows are q; the next one and its rows."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-
-    # Q of this warpgroup: 64 rows to shared memory.
-    r = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LOAD))
-    logical = first + r // G
-    valid = logical < limit
-    token = gl.load(members_ptr + logical, mask=valid, other=0) if SHARED else source + logical
-    rows = token.to(gl.int64) * stride_qt + (head * G + r % G) * stride_qh
-    column = gl.arange(0, D, layout=gl.SliceLayout(0, LOAD))
-    q_smem.store(gl.load(q_ptr + rows[:, None] + column[None, :], mask=valid[:, None], other=0.0))
+    _w, head, first, limit, begin, end, chunk, source, history = entry
+    tiles = (end - begin + N - 1) // N
+    q_smem.store(q)
     fence_async_shared()
 
     row = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
     position = gl.zeros_like(row) + (end - 1)
     edge = (end - begin) // N  # the first tile that needs a mask
+    filled = end  # where V ends
     if not SHARED:
         position = history + first + row // G
         edge = gl.minimum((history + first + (WG * 64) // G + 1 - begin) // N, edge)
-    n = gl.arange(0, N, layout=gl.SliceLayout(0, S_LAYOUT))
+        filled = history + limit
+    n = begin + gl.arange(0, N, layout=gl.SliceLayout(0, S_LAYOUT))
 
     zero_s = gl.zeros([64, N], gl.float32, S_LAYOUT)
     o = gl.zeros([64, D], gl.float32, O_LAYOUT)
@@ -208,13 +179,10 @@ def _attend(
     s = warpgroup_mma_wait(0, [s])
     mbarrier.arrive(k_empty.index(here), count=1)
     if WINDOW or edge <= 0:
-        seen = (begin + n)[None, :] <= position[:, None]
-        if WINDOW:
-            seen = seen & ((begin + n)[None, :] > position[:, None] - window)
-        s = gl.where(seen, s, _MASKED)
+        s = _hide(s, n, position, window, WINDOW)
     m = gl.maximum(gl.max(s, 1) * scale_log2, _FLOOR)
     e = gl.exp2(s * scale_log2 - m[:, None])
-    total = gl.sum(e, 1)
+    sums = _partial_sums(e)
     p = gl.convert_layout(e.to(dtype), P_LAYOUT)
     for j in range(1, tiles):
         stage = (done + j) % STAGES
@@ -224,78 +192,89 @@ def _attend(
         mbarrier.wait(v_full.index(before), ((done + j - 1) // STAGES) & 1)
         t = warpgroup_mma(p, v_smem.index(before), o, is_async=True)
         s = warpgroup_mma_wait(1, [s])
-        mbarrier.arrive(k_empty.index(stage), count=1)
         if WINDOW or j >= edge:
-            at = begin + j * N + n
-            seen = at[None, :] <= position[:, None]
-            if WINDOW:
-                seen = seen & (at[None, :] > position[:, None] - window)
-            s = gl.where(seen, s, _MASKED)
-        m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-        e = gl.exp2(s * scale_log2 - m_new[:, None])
-        alpha = gl.exp2(m - m_new)
-        total = total * alpha + gl.sum(e, 1)
-        m = m_new
-        alpha_o = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
-        p_next = gl.convert_layout(e.to(dtype), P_LAYOUT)
+            s = _hide(s, j * N + n, position, window, WINDOW)
+        e = gl.exp2(s * scale_log2 - m[:, None])
+        more = _partial_sums(e)
+        passed_limit = gl.max((more > _LIMIT).to(gl.int32).reshape([more.numel]), 0)
         # Passed before; here it ends a basic block, so that ptxas cannot move the wait below above the softmax.
         mbarrier.wait(v_full.index(before), ((done + j - 1) // STAGES) & 1)
-        o, p, p_next = warpgroup_mma_wait(0, [t, p, p_next])
+        o, p, e = warpgroup_mma_wait(0, [t, p, e])
         mbarrier.arrive(v_empty.index(before), count=1)
-        o = o * alpha_o
-        p = p_next
+        if passed_limit > 0:
+            s = warpgroup_mma(q_smem, k_smem.index(stage).permute((1, 0)), zero_s, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, [s])
+            if WINDOW or j >= edge:
+                s = _hide(s, j * N + n, position, window, WINDOW)
+            higher = gl.maximum(m, gl.max(s, 1) * scale_log2)
+            alpha = gl.exp2(m - higher)
+            m = higher
+            e = gl.exp2(s * scale_log2 - m[:, None])
+            more = _partial_sums(e)
+            sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
+            o = o * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        sums += more
+        p = gl.convert_layout(e.to(dtype), P_LAYOUT)  # only now: before, P V still read the last one's registers
+
+    # The next item's rows are on their way while this one ends.
+    following = receive(turn + 1, ring, ring_full, ring_empty)
+    q = _load_q(q_ptr, members_ptr, following, total, stride_qt, stride_qh, WG, G, D, SHARED)
     last = (done + tiles - 1) % STAGES
     mbarrier.wait(v_full.index(last), ((done + tiles - 1) // STAGES) & 1)
-    rest = end - begin - (tiles - 1) * N
-    if rest < N:
-        _clear_rows(v_smem.index(last), rest, N)
+    if begin + tiles * N > filled:
+        _clear_rows(v_smem.index(last), end - begin - (tiles - 1) * N, cleared, clears, WG, N)
+        clears += 1
     o = warpgroup_mma(p, v_smem.index(last), o, is_async=True)
     o, p = warpgroup_mma_wait(0, [o, p])
     mbarrier.arrive(v_empty.index(last), count=1)
 
-    inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, O_LAYOUT))[:, None]
-    r = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, O_LAYOUT))
-    logical = first + r // G
-    valid = logical < limit
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, O_LAYOUT))
+    sum_ = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, S_LAYOUT))
+    y = (o * gl.convert_layout(1.0 / sum_, gl.SliceLayout(1, O_LAYOUT))[:, None]).to(out_ptr.dtype.element_ty)
     if SHARED:
+        r = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, O_LAYOUT))
+        logical = first + r // G
+        valid = logical < limit
         token = gl.load(members_ptr + logical, mask=valid, other=0)
-        index = (chunk_row + token) * heads + head * G + r % G
-        lse = gl.convert_layout(m + gl.log2(total), gl.SliceLayout(1, O_LAYOUT))
+        index = (chunk.to(gl.int64) * B + token) * heads + head * G + r % G
+        lse = gl.convert_layout(m + gl.log2(sum_), gl.SliceLayout(1, O_LAYOUT))
         gl.store(lse_ptr + index, lse, mask=valid)
-        target = out_ptr + (index * D)[:, None] + d[None, :]
+        d = gl.arange(0, D, layout=gl.SliceLayout(0, O_LAYOUT))
+        gl.store(out_ptr + (index * D)[:, None] + d[None, :], y, mask=valid[:, None])
     else:
-        token = source + logical
-        target = out_ptr + (token.to(gl.int64) * stride_ot + (head * G + r % G) * stride_oh)[:, None] + d[None, :]
-    gl.store(target, (o * inverse).to(out_ptr.dtype.element_ty), mask=valid[:, None])
+        # By way of shared memory, where Q has been read: a thread's columns lie side by side then, 16 bytes of them.
+        q_smem.store(y)
+        y = q_smem.load(ROWS)
+        r = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))
+        logical = first + r // G
+        d = gl.arange(0, D, layout=gl.SliceLayout(0, ROWS))
+        at = (source + logical).to(gl.int64) * stride_ot + (head * G + r % G) * stride_oh
+        gl.store(out_ptr + at[:, None] + d[None, :], y, mask=(logical < limit)[:, None])
+    return following, q, tiles, clears
 
 
 @gluon.jit
 def _consume(
-    q_ptr, members_ptr, out_ptr, lse_ptr, scale_log2, stride_qt, stride_qh, stride_ot, stride_oh, heads,
-    total, B, max_tiles, window, cu_ptr, seq_lens_ptr, items_ptr,
-    q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, ring, ring_full, ring_empty,
-    WG: gl.constexpr, K: gl.constexpr, G: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
-    BLOCK_B: gl.constexpr, SHARED: gl.constexpr, WINDOW: gl.constexpr,
+    q_ptr, members_ptr, out_ptr, lse_ptr, total, B, scale_log2, window,
+    stride_qt, stride_qh, stride_ot, stride_oh, heads,
+    q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, ring, ring_full, ring_empty, cleared,
+    WG: gl.constexpr, G: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
+    SHARED: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    WARPS: gl.constexpr = 4
-    done = total * 0
-    turn = total * 0 + 1
-    w = _receive(turn - 1, ring, ring_full, ring_empty, WARPS)
-    while w < total:
-        alive, head, first, limit, _owner, begin, end, chunk, source, history = _item(
-            w, B, max_tiles, window, cu_ptr, seq_lens_ptr, items_ptr, K, G, N, BLOCK_B, SHARED, WINDOW, WARPS
-        )
-        if alive:
-            tiles = (end - begin + N - 1) // N
-            _attend(
-                q_ptr, members_ptr, out_ptr, lse_ptr, head, first, limit, source, history, begin, end, tiles, done,
-                chunk.to(gl.int64) * B, scale_log2, window, stride_qt, stride_qh, stride_ot, stride_oh, heads,
-                q_smem.index(WG), k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                WG, G, N, STAGES, D, SHARED, WINDOW,
-            )  # fmt: skip
-            done += tiles
-        w = _receive(turn, ring, ring_full, ring_empty, WARPS)
+    turn = total * 0
+    done = total * 0  # tiles
+    clears = total * 0
+    entry = receive(turn, ring, ring_full, ring_empty)
+    q = _load_q(q_ptr, members_ptr, entry, total, stride_qt, stride_qh, WG, G, D, SHARED)
+    while entry[0] < total:
+        entry, q, tiles, clears = _attend(
+            q, q_ptr, members_ptr, out_ptr, lse_ptr, entry, total, turn, done, clears,
+            B, scale_log2, window,
+            stride_qt, stride_qh, stride_ot, stride_oh, heads,
+            q_smem.index(WG), k_smem, v_smem, k_full, k_empty, v_full, v_empty, ring, ring_full, ring_empty,
+            cleared, WG, G, N, STAGES, D, SHARED, WINDOW,
+        )  # fmt: skip
+        done += tiles
         turn += 1
 
 
@@ -322,12 +301,14 @@ def hopper_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    ring = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ring_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    ring_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    for i in gl.static_range(2):
+    ring = gl.allocate_shared_memory(gl.int32, [ENTRIES * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ring_full = gl.allocate_shared_memory(gl.int64, [ENTRIES, 1], BAR)
+    ring_empty = gl.allocate_shared_memory(gl.int64, [ENTRIES, 1], BAR)
+    for i in gl.static_range(ENTRIES):
         mbarrier.init(ring_full.index(i), count=1)
         mbarrier.init(ring_empty.index(i), count=2)
+    cleared = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    mbarrier.init(cleared, count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
@@ -341,19 +322,19 @@ def hopper_kernel(
             (
                 _consume,
                 (
-                    q_ptr, members_ptr, out_ptr, lse_ptr, scale_log2, stride_qt, stride_qh, stride_ot, stride_oh, heads,
-                    total, B, max_tiles, window, cu_ptr, seq_lens_ptr, items_ptr,
-                    q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, ring, ring_full, ring_empty,
-                    FIRST, K, G, N, STAGES, D, BLOCK_B, SHARED, WINDOW,
+                    q_ptr, members_ptr, out_ptr, lse_ptr, total, B, scale_log2, window,
+                    stride_qt, stride_qh, stride_ot, stride_oh, heads, q_smem,
+                    k_smem, v_smem, k_full, k_empty, v_full, v_empty, ring, ring_full, ring_empty, cleared,
+                    FIRST, G, N, STAGES, D, SHARED, WINDOW,
                 ),
             ),
             (
                 _consume,
                 (
-                    q_ptr, members_ptr, out_ptr, lse_ptr, scale_log2, stride_qt, stride_qh, stride_ot, stride_oh, heads,
-                    total, B, max_tiles, window, cu_ptr, seq_lens_ptr, items_ptr,
-                    q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, ring, ring_full, ring_empty,
-                    SECOND, K, G, N, STAGES, D, BLOCK_B, SHARED, WINDOW,
+                    q_ptr, members_ptr, out_ptr, lse_ptr, total, B, scale_log2, window,
+                    stride_qt, stride_qh, stride_ot, stride_oh, heads, q_smem,
+                    k_smem, v_smem, k_full, k_empty, v_full, v_empty, ring, ring_full, ring_empty, cleared,
+                    SECOND, G, N, STAGES, D, SHARED, WINDOW,
                 ),
             ),
             (
