@@ -5,7 +5,7 @@ Owns the matrix-bound attention of sm_90: chunked prefill and the shared ranges 
 the overlap must be said explicitly. ``hopper_launch`` launches it, ``hopper_items`` says what an item is;
 ``prefill_attention`` and ``cascade_attention`` hold portable kernels of the same meaning for everywhere else.
 
-    program:      one an SM; work items (tile of 128 rows, KV head), heaviest first, each to who asks next (``tickets``)
+    program:      one an SM; work items (tile of 128 rows, KV head), each to who asks next (``tickets``)
     producer:     item -> ring; block ids -> TMA boxes [S, 64] of K and V -> full barriers    (waits on empty barriers)
     consumer w:   rows 64w .. 64w+63:  S = Q K(j+1)', O += P V(j)  in flight together -> softmax -> next
 

@@ -47,7 +47,8 @@ def decode_item(
         history = chunk * 0
         alive = end > begin
     else:
-        # Later tiles attend to more and come first.
+        # Request by request and head by head, so that what is read at a time stays in the L2; of a head its last tile,
+        # which attends to most, comes first.
         TOKENS: gl.constexpr = 128 // G
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         tile = w // K
