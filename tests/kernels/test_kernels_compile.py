@@ -59,6 +59,9 @@ def test_a_start_compiles_everything_ahead(arch: int, tmp_path: Path) -> None:
     assert not too_large
     if arch == 90:
         assert {k["stack_bytes"] for k in kernels if k["name"] in HELD_IN_REGISTERS} == {0}
+        products = [k for k in kernels if k["wgmmas"]]
+        assert {"swiglu_kernel", "hopper_kernel"} <= {k["name"] for k in products}
+        assert all(2 * k["waits"] < k["wgmmas"] for k in products), products  # several in flight at a time
     assert found["when_launched"] == []
 
 
