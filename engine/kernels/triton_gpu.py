@@ -92,8 +92,8 @@ class TritonKernels:
         """Takes over ``weight`` [out, in]; it stays as it is."""
         if out_dtype not in (None, weight.dtype):
             if bias is None and weight.device.type == "cuda":
-                # One for all steps, valid until the next one: an allocation of another size each time may wait for
-                # the device.
+                # One for all steps, valid until the next one. (It is not what ended the waits of large steps: padding
+                # their rows is, and the two were measured together.)
                 out = torch.empty(self._max_requests, weight.shape[0], dtype=out_dtype, device=weight.device)
 
                 # Straight from the float32 sums, without rounding between.
