@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.serve.traces import TraceEntry, read_azure, read_mooncake
+from bench.serve.traces import TraceEntry, read_azure, read_mooncake, spread
 
 MAX_INPUT_TOKENS = 32_768
 BURST_TOKENS = 250_000
@@ -50,7 +50,8 @@ class Trace:
         return self._load(f"{self.kind} x{stretch:g}, {count / seconds:.1f}/s", count, stretch)
 
     def at_share(self, share: float, capacity: float, seconds: float) -> Load:
-        """Stretched so that in the mean ``share`` of ``capacity`` (requests/s) arrives, for about ``seconds``.
+        """Stretched so that in the mean ``share`` of ``capacity`` (requests/s) arrives, for about ``seconds``; those of
+        one moment come evenly until the next: Mooncake's moments are 3 s apart, which stretches into long pauses.
 
         Raises ValueError: the trace is too short for that.
         """
@@ -58,8 +59,10 @@ class Trace:
         count = max(8, round(rate * seconds))
         if count >= len(self.entries):
             raise ValueError(f"{self.file} has {len(self.entries)} requests, {rate:.1f}/s for {seconds:g} s are more")
-        recorded_s = self.entries[count].arrival_s - self.entries[0].arrival_s
-        return self._load(f"{self.kind} at {share:.0%}, {rate:.1f}/s", count, count / rate / recorded_s)
+        recorded = spread(self.entries)
+        recorded_s = recorded[count].arrival_s - recorded[0].arrival_s
+        stretch = count / rate / recorded_s
+        return self._load(f"{self.kind} at {share:.0%}, {rate:.1f}/s", count, stretch, "--trace-spread")
 
     def burst(self, gpus: int) -> Load:
         """The first of them all at once, enough to keep so many GPUs busy for some seconds."""
@@ -69,19 +72,20 @@ class Trace:
             count += 1
         return self._load(f"{self.kind}, all at once", count, _BURST_STRETCH)
 
-    def _load(self, name: str, count: int, stretch: float) -> Load:
+    def _load(self, name: str, count: int, stretch: float, *more: str) -> Load:
         flags = ("--dataset-name", self.kind, "--num-prompts", str(count), "--dataset-path", self.file)
-        return Load(name, (*flags, "--time-stretch", f"{stretch}", "--max-input-tokens", f"{MAX_INPUT_TOKENS}"))
+        return Load(name, (*flags, "--time-stretch", f"{stretch}", "--max-input-tokens", f"{MAX_INPUT_TOKENS}", *more))
 
 
 def parse(text: str, seconds: float) -> Load | Trace:
-    """``poisson:INPUT:OUTPUT:RATE``, ``mooncake:FILE:STRETCH``, ``azure:FILE:STRETCH``; without a stretch the trace.
+    """``poisson:INPUT:OUTPUT:RATE``, ``mooncake:FILE:STRETCH``, ``azure:FILE:STRETCH``; without a stretch the trace. A
+    further ``:SECONDS`` after a rate is in place of ``seconds``.
 
     Raises ValueError.
     """
     match text.split(":"):
-        case ["poisson", input_len, output_len, rate]:
-            count = max(1, round(float(rate) * seconds))
+        case ["poisson", input_len, output_len, rate, *rest] if len(rest) <= 1:
+            count = max(1, round(float(rate) * (float(rest[0]) if rest else seconds)))
             flags = ("--random-input-len", input_len, "--random-output-len", output_len, "--request-rate", rate)
             return Load(f"{input_len} -> {output_len}, {rate}/s", ("--num-prompts", str(count), *flags))
         case ["mooncake" | "azure" as kind, file, stretch]:
@@ -89,7 +93,7 @@ def parse(text: str, seconds: float) -> Load | Trace:
         case ["mooncake" | "azure" as kind, file]:
             return Trace.read(kind, file)
     raise ValueError(
-        f"load {text!r}: use poisson:INPUT:OUTPUT:RATE, mooncake:FILE:STRETCH or azure:FILE:STRETCH; "
+        f"load {text!r}: use poisson:INPUT:OUTPUT:RATE[:SECONDS], mooncake:FILE:STRETCH or azure:FILE:STRETCH; "
         "a trace without a stretch is sent at --share of the capacity"
     )
 

@@ -46,6 +46,9 @@ def main(
     prefix_repetition_output_len: Annotated[int, typer.Option()] = 128,
     custom_output_len: Annotated[int | None, typer.Option(help="Where a custom prompt says nothing.")] = 256,
     time_stretch: Annotated[float, typer.Option(help="Trace replay: 2 is half the recorded speed.")] = 1.0,
+    trace_spread: Annotated[
+        bool, typer.Option("--trace-spread", help="Those of one moment come until the next.")
+    ] = False,
     trace_block_tokens: Annotated[
         int, typer.Option(help="Trace replay: tokens per recorded block of 512; fewer shrink the prompts.")
     ] = RECORDED_BLOCK_TOKENS,
@@ -105,6 +108,7 @@ def main(
                 custom_output_tokens=custom_output_len,
                 trace=TraceOptions(
                     time_stretch=time_stretch,
+                    spread=trace_spread,
                     block_tokens=trace_block_tokens,
                     max_input_tokens=max_input_tokens,
                     max_output_tokens=max_output_tokens,

@@ -3,14 +3,18 @@
 A Mooncake line's ``hash_ids`` name blocks of 512 tokens: equal ids are equal contents after equal contents. Here each
 id becomes a block of tokens of its own, so replayed prompts share exactly the prefixes that the recorded ones shared.
 With ``block_tokens`` below 512 prompts shrink in proportion and keep what they share.
+
+Its times are multiples of 3 s: replayed as they are, ten prompts come at once and then none for a while. ``spread``
+lets those of a moment come one by one until the next.
 """
 
 from __future__ import annotations
 
 import csv
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import groupby, zip_longest
 from pathlib import Path
 
 from bench.serve.workload import BenchRequest, TokenSource
@@ -35,6 +39,8 @@ class TraceOptions:
 
     time_stretch: float = 1.0
     """Above 1: slower than recorded."""
+    spread: bool = False
+    """Requests with the same time come evenly until the next time."""
     block_tokens: int = RECORDED_BLOCK_TOKENS
     max_input_tokens: int | None = None
     """Longer requests are left out (after the shrinking)."""
@@ -65,7 +71,7 @@ class TraceDataset:
         ]
         if not fitting:
             raise ValueError("no request of the trace fits: raise --max-input-tokens, or lower --trace-block-tokens")
-        self._entries = fitting[:num_requests]
+        self._entries = (spread(fitting) if options.spread else fitting)[:num_requests]
         self._start_s = self._entries[0].arrival_s
 
     def __len__(self) -> int:
@@ -92,6 +98,17 @@ class TraceDataset:
 
     def _input_tokens(self, entry: TraceEntry) -> int:
         return max(-(-entry.input_tokens * self._options.block_tokens // RECORDED_BLOCK_TOKENS), 1)
+
+
+def spread(entries: list[TraceEntry]) -> list[TraceEntry]:
+    """``entries`` in order of time, those of one moment evenly until the next; those of the last stay."""
+    moments = {arrival_s: list(group) for arrival_s, group in groupby(entries, key=lambda entry: entry.arrival_s)}
+    found: list[TraceEntry] = []
+    for begin_s, end_s in zip_longest(moments, list(moments)[1:]):
+        group = moments[begin_s]
+        gap_s = 0.0 if end_s is None else (end_s - begin_s) / len(group)
+        found += [replace(entry, arrival_s=begin_s + i * gap_s) for i, entry in enumerate(group)]
+    return found
 
 
 def read_mooncake(path: Path) -> list[TraceEntry]:

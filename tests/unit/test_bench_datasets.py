@@ -148,6 +148,15 @@ def test_mooncake_file(tmp_path: Path) -> None:
         read_mooncake(path)
 
 
+def test_requests_of_one_moment_are_spread_until_the_next() -> None:
+    entries = [TraceEntry(moment_s, 8, 1) for moment_s in (9.0, 3.0, 3.0, 3.0, 6.0, 6.0, 9.0)]
+    options = TraceOptions(spread=True, time_stretch=2.0)
+    dataset = TraceDataset(entries, source(), 6, options)
+    # Three within 3 s, two within 3 s, and nothing is known of how long the last moment was.
+    arrivals = [dataset.request(i).arrival_s for i in range(6)]
+    assert arrivals == [0.0, 2.0, 4.0, 6.0, 9.0, 12.0]
+
+
 def test_azure_file(tmp_path: Path) -> None:
     path = tmp_path / "azure.csv"
     path.write_text(

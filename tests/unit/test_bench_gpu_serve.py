@@ -26,6 +26,9 @@ def test_loads(tmp_path: Path) -> None:
     poisson = parse("poisson:2048:256:4", seconds=20)
     assert isinstance(poisson, Load)
     assert poisson.flags[:2] == ("--num-prompts", "80")
+    longer = parse("poisson:2048:256:4:50", seconds=20)
+    assert isinstance(longer, Load)
+    assert longer.flags[:2] == ("--num-prompts", "200")
     azure = parse(f"azure:{write_azure(tmp_path / 'azure.csv', [0, 10, 20, 30, 40])}:0.5", seconds=12)
     # Those that come within 24 s of the trace, but not the one that is too long.
     assert isinstance(azure, Load)
@@ -45,6 +48,17 @@ def test_a_trace_at_a_share_of_the_capacity(tmp_path: Path) -> None:
         trace.at_share(1.0, capacity=4.0, seconds=10)
     burst = trace.burst(gpus=1)
     assert (flag(burst, "--num-prompts"), flag(burst, "--time-stretch") < 1e-3) == (30, True)
+
+
+def test_a_share_of_a_trace_whose_requests_come_in_groups(tmp_path: Path) -> None:
+    """Ten of one moment, then ten 10 s later: 2/s for 4 s are the first eight, of which the ninth came 8 s after the
+    first once they are spread."""
+    trace = parse(f"azure:{write_azure(tmp_path / 'azure.csv', [5] * 10 + [15] * 10)}", seconds=4)
+    assert isinstance(trace, Trace)
+    load = trace.at_share(0.5, capacity=4.0, seconds=4)
+    # The request that does not fit came before them all, and is left out.
+    assert (flag(load, "--num-prompts"), flag(load, "--time-stretch")) == (8, 0.5)
+    assert "--trace-spread" in load.flags
 
 
 def test_capacity_is_the_rate_of_a_burst_without_its_last_requests() -> None:
