@@ -52,7 +52,7 @@ class EngineConfig:
     """Compute threads; None: the host's cores divided by the engines on it."""
 
     def __post_init__(self) -> None:
-        if self.block_size % self.hash_block_tokens:
+        if self.block_size < 1 or self.block_size % self.hash_block_tokens:
             raise ValueError(
                 f"block_size={self.block_size} is not a multiple of hash_block_tokens={self.hash_block_tokens}: "
                 f"use --block-size {self.hash_block_tokens * max(1, round(self.block_size / self.hash_block_tokens))}"
@@ -74,3 +74,6 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting_requests", "layer_group_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("num_blocks", "num_threads"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1: leave --{name.replace('_', '-')} out")

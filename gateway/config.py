@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdserve.address import check_listen_port
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
@@ -65,6 +67,8 @@ class GatewayConfig:
         return self.port + 1 if self.port else 0
 
     def __post_init__(self) -> None:
+        check_listen_port("--port", self.port)
+        check_listen_port("--grpc-port", self.bound_grpc_port)
         if not self.routers:
             raise ValueError("no router given: use --router HOST:PORT[,HOST:PORT]")
         for address in self.routers:

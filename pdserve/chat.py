@@ -65,8 +65,8 @@ async def _model_of(url: str) -> str:
 
 
 async def _handle(line: str, url: str, conversation: Conversation, console: Console) -> None:
-    async with ChatClient(url) as client:
-        try:
+    try:
+        async with ChatClient(url) as client:
             if line == "/stats":
                 await _show_stats(client, conversation, console)
             elif line == "/reset":
@@ -75,8 +75,8 @@ async def _handle(line: str, url: str, conversation: Conversation, console: Cons
                 console.print(HELP)
             else:
                 await _say(line, client, conversation, console)
-        except ChatError as error:
-            console.print(f"\n[red]{escape(str(error))}[/]", soft_wrap=True)
+    except ChatError as error:
+        console.print(f"\n[red]{escape(str(error))}[/]", soft_wrap=True)
 
 
 async def _say(line: str, client: ChatClient, conversation: Conversation, console: Console) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import httpx
 
@@ -28,6 +28,9 @@ class ChatClient:
     """One server. Use as an async context manager."""
 
     def __init__(self, url: str) -> None:
+        """Raises: ChatError."""
+        if not _is_url(url):
+            raise ChatError(f"{url!r} is not the URL of a gateway: use --url http://HOST:PORT")
         self.url = url.rstrip("/")
         self._http = httpx.AsyncClient(timeout=httpx.Timeout(_READ_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S))
         self.request_id = ""
@@ -91,6 +94,14 @@ class ChatClient:
 
     def _unreachable(self, error: httpx.HTTPError) -> ChatError:
         return ChatError(f"no answer from {self.url} ({error or type(error).__name__}): is `pdserve up` running?")
+
+
+def _is_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # no port, no IPv6 address
+        return False
 
 
 def _texts_of(chunk: dict[str, Any]) -> list[str]:

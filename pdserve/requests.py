@@ -12,6 +12,7 @@ from pdserve.channel import MAX_MESSAGE_BYTES
 from pdserve.errors import InvalidRequestError
 from pdserve.v1 import gateway_pb2 as pb
 
+_MESSAGE = "{'role': text, 'content': text}"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 AnyRequest = TypeVar("AnyRequest", pb.TextRequest, pb.ChatRequest, pb.TokenizeRequest, pb.DetokenizeRequest)
@@ -101,17 +102,28 @@ def request_id_or_new(given: str) -> str:
 def chat_messages(messages: Iterable[Message]) -> list[pb.ChatMessage]:
     """Raises InvalidRequestError."""
     try:
-        return [_chat_message(**message) for message in messages]
-    except (TypeError, ValueError) as error:
+        each = [*messages]
+    except TypeError:
         raise InvalidRequestError(
-            f"a message is not {{'role': text, 'content': text}}: {error}", param="messages"
-        ) from error
+            f"messages are a list of {_MESSAGE}, not {_shown(messages)}", param="messages"
+        ) from None
+    return [_chat_message(message) for message in each]
 
 
-def _chat_message(*, role: str, content: str, name: str = "") -> pb.ChatMessage:
-    if content is None:  # protobuf would take it for an empty one
-        raise TypeError("content is None")
-    return pb.ChatMessage(role=role, content=content, name=name)
+def _chat_message(message: Message) -> pb.ChatMessage:
+    try:
+        named = isinstance(message, Mapping) and {*message} - {"name"} == {"role", "content"}
+        if named and message["content"] is not None:  # protobuf would take None for an empty one
+            return pb.ChatMessage(**message)
+        reason = ""
+    except (TypeError, ValueError) as error:
+        reason = f" ({error})"
+    raise InvalidRequestError(f"a message is {_MESSAGE}, not {_shown(message)}{reason}", param="messages")
+
+
+def _shown(value: object) -> str:
+    """A wrong value in an error, which is no place for a long prompt."""
+    return text if len(text := repr(value)) <= 80 else f"{text[:80]}..."
 
 
 def _bounded(request: AnyRequest) -> AnyRequest:
@@ -130,7 +142,13 @@ def _options(options: Options) -> pb.GenerationOptions:
     if isinstance(fields.get("stop"), str):
         fields["stop"] = [fields["stop"]]
     fields.setdefault("seed", secrets.randbits(63))
-    try:
-        return pb.GenerationOptions(**fields)
-    except (TypeError, ValueError) as error:
-        raise InvalidRequestError(f"wrong option: {error}") from error
+    message = pb.GenerationOptions()
+    for name, value in fields.items():
+        if name not in Options.__annotations__:
+            known = ", ".join(Options.__annotations__)
+            raise InvalidRequestError(f"there is no option {name!r}: there are {known}", param=name)
+        try:
+            message.MergeFrom(pb.GenerationOptions(**{name: value}))
+        except (TypeError, ValueError) as error:
+            raise InvalidRequestError(f"{name}={_shown(value)} cannot be: {error}", param=name) from error
+    return message

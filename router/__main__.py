@@ -46,8 +46,8 @@ def main(
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info",
 ) -> None:
     """Route requests of gateways to pairs of prefill and decode workers."""
-    logs.set_up("router", level=log_level)
     try:
+        logs.set_up("router", level=log_level)
         config = RouterConfig(
             redis_url=redis,
             host=host,

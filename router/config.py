@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdserve.address import check_listen_port
 from router.policies import DEFAULT_POLICY, POLICIES
 
 DEFAULT_LOCAL_PREFILL_TOKENS = 32
@@ -52,6 +53,8 @@ class RouterConfig:
     """Collector of traces; empty: no traces."""
 
     def __post_init__(self) -> None:
+        check_listen_port("--port", self.port)
+        check_listen_port("--metrics-port", self.metrics_port)
         if self.policy not in POLICIES:
             raise ValueError(f"policy={self.policy!r} is not known: use {', '.join(sorted(POLICIES))}")
         for name in ("max_open_requests", "max_attempts"):

@@ -11,9 +11,15 @@ import sys
 
 import structlog
 
+LEVELS = ("debug", "info", "warning", "error")
+
 
 def set_up(service: str, *, level: str = "info", json: bool | None = None) -> None:
-    """Send the process's logs to stderr, each line with ``service``; ``json`` None: unless stderr is a terminal."""
+    """Send the process's logs to stderr, each line with ``service``; ``json`` None: unless stderr is a terminal.
+
+    Raises ValueError for a level that is none."""
+    if level not in LEVELS:
+        raise ValueError(f"--log-level {level!r} is not known: use {', '.join(LEVELS)}")
     as_json = not sys.stderr.isatty() if json is None else json
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,

@@ -62,10 +62,10 @@ def valid_traceparent(value: str | None) -> str:
 def start_tracer(service: str, instance: str, endpoint: str, sample_ratio: float = 1.0) -> Tracer:
     """``endpoint``: of an OTLP collector (gRPC); empty: ``OFF``. ``sample_ratio``: how many of the traces that begin
     here are kept. Raises ValueError when that cannot be."""
-    if not endpoint:
-        return OFF
     if not 0.0 <= sample_ratio <= 1.0:
         raise ValueError(f"trace sample ratio {sample_ratio} is not between 0 and 1: use --trace-sample-ratio 0.1")
+    if not endpoint:
+        return OFF
     try:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from pdserve.address import check_listen_port
+
 WILDCARD_HOSTS = ("0.0.0.0", "::", "")
 
 TRANSFERS = ("auto", "cuda_ipc", "nccl", "shm", "tcp", "ucx")
@@ -44,6 +46,12 @@ class WorkerConfig:
     """An engine that says nothing for so long is taken for dead. Longer than the longest step."""
 
     def __post_init__(self) -> None:
+        for flag, port in (
+            ("--port", self.port),
+            ("--metrics-port", self.metrics_port),
+            ("--data-port", self.data_port),
+        ):
+            check_listen_port(flag, port)
         if self.role not in ROLES:
             raise ValueError(f"--role {self.role} is not one of {', '.join(ROLES)}")
         if self.transfer not in TRANSFERS:

@@ -46,6 +46,8 @@ def check_platform() -> None:
 
 def check_port(host: str, port: int, flag: str = "--port") -> None:
     """A port of the gateway can be listened on."""
+    if not 1 <= port <= 65535:
+        raise UpError(f"{flag} {port} is not a port: use 1 to 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: TIME_WAIT is no obstacle

@@ -158,6 +158,9 @@ async def test_wrong_starts_are_one_clear_line(valkey: RedisProcess) -> None:
     code, text = await run_to_end("--redis", valkey.url, "--policy", "best")
     assert code == 1
     assert "round_robin" in text
+    code, text = await run_to_end("--redis", valkey.url, "--log-level", "loud")
+    assert (code, text.count("\n")) == (1, 1)
+    assert "warning" in text
     async with router_process("--redis", valkey.url) as router:
         for flag, port in (("--port", router.port), ("--metrics-port", router.metrics_port)):
             code, text = await run_to_end("--redis", valkey.url, flag, str(port))

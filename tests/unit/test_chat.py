@@ -123,6 +123,19 @@ async def test_no_server_is_one_line() -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "http://127.0.0.1:99999", "http://", "ftp://127.0.0.1", "http://[::1"]
+)
+def test_what_is_no_url_is_one_line(url: str) -> None:
+    """Also with a model given, when nothing is asked of the server before the first question."""
+    with pytest.raises(ChatError, match="use --url http://HOST:PORT"):
+        ChatClient(url)
+    argv = [sys.executable, "-m", "pdserve.cli", "chat", "--url", url, "--model", "tiny"]
+    result = subprocess.run(argv, input="one\n", capture_output=True, text=True, timeout=60, check=False)
+    assert "use --url http://HOST:PORT" in result.stdout
+    assert "Traceback" not in result.stderr
+
+
 def run_chat(api: FakeApi, typed: str) -> str:
     argv = [sys.executable, "-m", "pdserve.cli", "chat", "--url", api.url]
     result = subprocess.run(argv, input=typed, capture_output=True, text=True, timeout=60, check=False)

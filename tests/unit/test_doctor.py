@@ -52,6 +52,7 @@ def test_what_is_optional_only_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["C compiler"].ok is None
     assert found["HTTP port"].ok is None
     assert "--port" in found["HTTP port"].remedy
+    assert "not a port" in findings(port=99999)["HTTP port"].remedy
 
 
 def test_ucx_from_pip_is_said_to_have_no_rdma(monkeypatch: pytest.MonkeyPatch) -> None:

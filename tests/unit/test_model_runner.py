@@ -128,6 +128,13 @@ def test_limits(model) -> None:
     assert make_runner(model, num_blocks=None, max_num_seqs=2).num_blocks == 2 * 256 // 16
     with pytest.raises(ValueError, match="use --kv-cache-bytes"):
         make_runner(model, num_blocks=None, kv_cache_bytes=block_bytes)
+    for wrong, remedy in (
+        ("block_size", "use --block-size 16"),
+        ("num_blocks", "--num-blocks"),
+        ("num_threads", "--num-t"),
+    ):
+        with pytest.raises(ValueError, match=remedy):
+            make_runner(model, **{wrong: 0})
 
 
 def test_identity(model) -> None:

@@ -60,9 +60,10 @@ def test_off_hands_the_context_on_and_imports_nothing() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-def test_a_wrong_ratio_names_the_remedy() -> None:
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:1", ""])
+def test_a_wrong_ratio_names_the_remedy(endpoint: str) -> None:
     with pytest.raises(ValueError, match="--trace-sample-ratio"):
-        start_tracer("gateway", "g", "http://127.0.0.1:1", 1.5)
+        start_tracer("gateway", "g", endpoint, 1.5)
 
 
 def test_parents_times_and_errors(tracer: SdkTracer, exporter: InMemorySpanExporter) -> None:

@@ -51,6 +51,8 @@ def test_yaml_with_flags_on_top(tmp_path: Path) -> None:
         ("port: 70000", "port=70000"),
         ("redis: localhost", "redis='localhost' is not a URL"),
         ("once: true\nchat: false", "do nothing"),
+        ("aggregated: true\nprefill: 2", "leave one of them out"),
+        ("start_timeout_s: 0", "--start-timeout-s"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_it(tmp_path: Path, text: str, named: str) -> None:
