@@ -10,8 +10,9 @@ half of its memory) or on two. Loads: Poisson arrivals (input, output tokens, re
 stretch; each for ``--seconds``. A trace without a stretch is sent at each ``--share`` of the capacity, that is the rate
 at which the aggregated cluster completes its requests when they come all at once; so every cluster gets the same. Two
 goodputs, as shares of the requests sent: within (TTFT 2 s, own p99 ITL 25 ms) and within (TTFT 0.25 s, TPOT 0.1 s).
-``apart-mps`` is apart on one GPU with NVIDIA's MPS, and ``@2048`` after a cluster's name the token budget of its
-workers' steps (8192).
+``apart-mps`` is apart on one GPU with NVIDIA's MPS, ``@2048`` after a cluster's name the token budget of its workers'
+steps (8192), and ``@2048@20`` also its decode worker's ITL budget in ms (14). The JSON also has what the services
+counted during each load: how many prompts the decode worker computed, its steps, what it aimed at, the phases of TTFT.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from bench.apart import phases
+from bench.cluster_metrics import Metrics, changed, read_metrics
 from bench.gpu_loads import Load, Trace, capacity, parse
 from bench.local_serve import local_cluster
 from bench.random_models import SHAPES, write_model
@@ -73,10 +75,13 @@ class Row:
     exposed_transfer_ms: float
     """Mean of the gateway's phase: from the end of the prefill until D had verified everything."""
     client_cpu_share: float
+    phases_ms: dict[str, float] = field(default_factory=dict)
+    """Of TTFT, the gateway's, as means of those that had it."""
+    counted: Metrics = field(default_factory=dict)
     requests: list[Answer] = field(default_factory=list)
 
     @classmethod
-    def of(cls, cluster: str, load: str, result: dict[str, Any], exposed_ms: float) -> Row:
+    def of(cls, cluster: str, load: str, result: dict[str, Any], phases_ms: dict[str, float], counted: Metrics) -> Row:
         requests = result["requests"]
         answered = [each for each in requests if each["outcome"] == "ok"]
         steady = sum(each["ttft_s"] <= 2 and each["itl_p99_s"] <= 0.025 for each in answered)
@@ -97,8 +102,10 @@ class Row:
             itl_p99=result["p99_itl_ms"],
             share_steady=steady / len(requests),
             share_prompt=prompt / len(requests),
-            exposed_transfer_ms=exposed_ms,
+            exposed_transfer_ms=phases_ms.get("transfer", 0.0),
             client_cpu_share=result["client_cpu_share"],
+            phases_ms={name: round(value, 1) for name, value in phases_ms.items()},
+            counted=counted,
             requests=[
                 Answer(
                     each["input_tokens"],
@@ -142,6 +149,11 @@ class Measured:
     """What was not measured, and why."""
 
 
+COUNTED = (
+    "pdserve_local_prefills", "pdserve_steps", "pdserve_mixed_steps", "pdserve_itl", "pdserve_shared_prefill",
+    "vllm:prompt_tokens", "vllm:num_preemptions",
+)  # fmt: skip
+"""Metrics of the services that say why."""
 COLUMNS = [
     "cluster", "load", "done", "done/s", "TTFT p50 / p99", "TPOT p50 / p99", "ITL p50 / p99", "TTFT 2 s, ITL 25 ms",
     "TTFT 0.25 s, TPOT 0.1 s", "exposed transfer",
@@ -149,14 +161,15 @@ COLUMNS = [
 
 
 def clusters(gpus: int, chosen: list[str], more: list[str]) -> dict[str, list[str]]:
-    """Flags of ``pdserve up`` by name; ``@N`` after a name is the token budget of a step."""
+    """Flags of ``pdserve up`` by name; ``@N`` after a name is a step's token budget, ``@N@M`` also an ITL budget."""
     common = ["--device", "cuda", *more]
     apart = ["--prefill", "1", "--decode", "1", *common]
     every = {"aggregated": ["--aggregated", "--decode", str(gpus), *common], "apart": apart, "apart-mps": apart}
     found: dict[str, list[str]] = {}
     for name in chosen:
-        kind, _, budget = name.partition("@")
-        found[name] = every[kind] + (["--max-num-batched-tokens", budget] if budget else [])
+        kind, *budgets = name.split("@")
+        flags = zip(("--max-num-batched-tokens", "--itl-budget-ms"), budgets, strict=False)
+        found[name] = every[kind] + [part for flag in flags for part in flag]
     return found
 
 
@@ -213,6 +226,7 @@ def main(
                             # Prompts that nobody has cached; the same on every cluster.
                             measured.rows.append(measure(name, load, url, seed=1000 + 100 * number + which))
                             print(measured.rows[-1], flush=True)
+                            print(f"  {measured.rows[-1].counted}", file=sys.stderr, flush=True)
                     except (RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
                         measured.failed.append(f"{name}, load {number + 1}: {error}")
                     output.write_text(json.dumps(asdict(measured), indent=1))  # an interrupted run leaves what it has
@@ -235,11 +249,14 @@ def resolve(each: Load | Trace, shares: list[float], seconds: float, url: str, m
 
 
 def measure(cluster: str, load: Load, url: str, seed: int) -> Row:
-    before = phases(url)["transfer"]
+    phases_before, metrics_before = phases(url), read_metrics()
     result = serve(url, load.flags, seed)
-    after = phases(url)["transfer"]
-    exposed_s = (after[0] - before[0]) / max(1.0, after[1] - before[1])
-    return Row.of(cluster, load.name, result, 1e3 * exposed_s)
+    phases_ms = {}
+    for name, (seconds, count) in phases(url).items():
+        seconds_before, count_before = phases_before[name]
+        if count > count_before:
+            phases_ms[name] = 1e3 * (seconds - seconds_before) / (count - count_before)
+    return Row.of(cluster, load.name, result, phases_ms, changed(metrics_before, read_metrics(), COUNTED))
 
 
 @contextlib.contextmanager

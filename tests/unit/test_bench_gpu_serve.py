@@ -83,7 +83,8 @@ def test_shares_count_requests_that_were_not_answered() -> None:
         request("ok", 1.5, 0.05, 0.02),
         request("refused", 0.0, 0.0, 0.0),
     ]
-    row = Row.of("apart", "load", {**result, "total_cached_tokens": 0, "requests": answers}, 1.5)
+    row = Row.of("apart", "load", {**result, "total_cached_tokens": 0, "requests": answers}, {"transfer": 1.5}, {})
+    assert row.exposed_transfer_ms == 1.5
     assert (row.sent, row.done, row.share_steady, row.share_prompt) == (4, 3, 0.5, 0.5)
     assert row.requests[1] == (100, 5, 200.0, 0.0, 30.0)
     assert len(row.requests) == 3
@@ -94,3 +95,4 @@ def test_two_gpus_are_two_aggregated_workers_or_one_of_each() -> None:
     assert found["aggregated"][:3] == ["--aggregated", "--decode", "2"]
     assert found["apart"][:4] == ["--prefill", "1", "--decode", "1"]
     assert found["apart@2048"] == [*found["apart"], "--max-num-batched-tokens", "2048"]
+    assert clusters(2, ["apart@2048@20"], [])["apart@2048@20"] == [*found["apart@2048"], "--itl-budget-ms", "20"]
