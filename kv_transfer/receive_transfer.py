@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kv_transfer.backends.base import Origin
 from kv_transfer.layout import DTYPE_BYTES, KVRange, cell_bytes, mismatch
 from kv_transfer.lease import Lease
 from kv_transfer.protocol import End, Open, Ticket
@@ -33,6 +34,8 @@ class ReceiveTransfer:
     took_over: bool = False
     """It holds an earlier attempt's reservation under its lease, and nobody has asked for a ticket yet."""
     no_kv: bool = False
+    origin: Origin | None = None
+    """The channel over which its segments come; None: none has come yet."""
     parts: dict[int, KVRange] = field(default_factory=dict)
     """Segments that were taken, by index."""
     verified: int = 0

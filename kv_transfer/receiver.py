@@ -298,12 +298,9 @@ class Receiver:
         self._complete(transfer)
 
     def channel_lost(self, lost: ChannelLost) -> None:
-        """Transfers of this sender of which a part has come, and not all, will not get the rest."""
-        sender = (lost.sender.worker_id, lost.sender.incarnation)
-        for transfer in list(self._by_request.values()):
-            if (transfer.sender_id, transfer.sender_incarnation) != sender:
-                continue
-            if transfer.state is TransferState.TRANSFERRING and transfer.cells_missing(self._layout):
+        """Transfers of which a part has come over this channel, and not all, will not get the rest."""
+        for transfer in [t for t in self._by_request.values() if t.origin is lost.origin]:
+            if transfer.cells_missing(self._layout):
                 self._fail(transfer, "channel_lost", lost.reason)
 
     # ---- the end

@@ -100,7 +100,7 @@ class SegmentIntake:
         """Whether its memory is still read."""
         header = arrived.header
         transfer = self._owner.find(key_of(header))
-        if transfer is None or not transfer.owns(header, arrived.sender):
+        if transfer is None or not transfer.owns(header, arrived.origin.sender):
             self._counters.count_dropped("stale")
             return False
         checks_after = self._device_writes and header.digest_kind == BLOCK_MIX64
@@ -121,6 +121,7 @@ class SegmentIntake:
             return False
         if transfer.state is TransferState.READY:
             transfer.move(TransferState.TRANSFERRING)
+            transfer.origin = arrived.origin
             transfer.first_segment_s = self._clock()
             self._counters.streamed += transfer.end is None
         transfer.parts[header.index] = part

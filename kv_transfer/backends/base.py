@@ -57,11 +57,18 @@ class SegmentSender(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Origin:
+    """One channel, as its receiver knows it: no other one, of the same sender either, is the same."""
+
+    sender: kv_pb2.WorkerIdentity
+
+
 @dataclass(frozen=True, slots=True)
 class Arrived:
     """A whole segment, in the receiver's staging or where it can read it. Whoever gets it gives the slot back."""
 
-    sender: kv_pb2.WorkerIdentity
+    origin: Origin
     header_bytes: bytes
     header: kv_pb2.SegmentHeader
     digest: bytes
@@ -75,9 +82,9 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class ChannelLost:
-    """Nothing more comes on one channel of this sender."""
+    """Nothing more comes on this channel. The sender may have another one by now."""
 
-    sender: kv_pb2.WorkerIdentity
+    origin: Origin
     reason: str
 
 

@@ -24,7 +24,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from kv_transfer.backends.base import Arrived, Memory, OnLost, Wakeup
+from kv_transfer.backends.base import Arrived, Memory, OnLost, Origin, Wakeup
 from kv_transfer.backends.mapped import (
     MappedChannel,
     MappedSettings,
@@ -225,7 +225,7 @@ class CudaIpcReceiver:
             undo.pop_all()
         return address
 
-    def _receive(self, connected: socket.socket, sender: kv_pb2.WorkerIdentity) -> None:
+    def _receive(self, connected: socket.socket, origin: Origin) -> None:
         check_same_user(connected)
         mapping = self._map(connected)
         try:
@@ -240,7 +240,7 @@ class CudaIpcReceiver:
                 if not more:
                     raise ConnectionLost("closed by the sender")
                 told += more
-                del told[: self._take(sender, mapping, told)]
+                del told[: self._take(origin, mapping, told)]
         finally:
             mapping.end()
 
@@ -263,7 +263,7 @@ class CudaIpcReceiver:
             undo.pop_all()
         return Mapping(self._runtime, connected, address, num_bytes)
 
-    def _take(self, sender: kv_pb2.WorkerIdentity, mapping: Mapping, told: bytearray) -> int:
+    def _take(self, origin: Origin, mapping: Mapping, told: bytearray) -> int:
         """Announce every segment that is told of completely; returns how many bytes they were told in."""
         position = 0
         while (segment := next_told(told, position, self.max_segment_bytes, mapping.num_bytes)) is not None:
@@ -272,7 +272,7 @@ class CudaIpcReceiver:
             if mapping.num_unread >= self._settings.max_queued_segments:
                 raise MalformedSegment(f"{mapping.num_unread} segments of this sender wait already")
             slot = mapping.slot(segment.offset, segment.length)
-            self._server.arrived(Arrived(sender, segment.header_bytes, segment.header, segment.digest, slot))
+            self._server.arrived(Arrived(origin, segment.header_bytes, segment.header, segment.digest, slot))
             position = segment.end
         if position:
             self._server.wakeup()

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 
 import structlog
 
-from kv_transfer.backends.base import Arrived, Memory, OnDone, OnLost, Wakeup
+from kv_transfer.backends.base import Arrived, Memory, OnDone, OnLost, Origin, Wakeup
 from kv_transfer.backends.handshake import check_welcome
 from kv_transfer.backends.mapped import ANSWER, answer_offer
 from kv_transfer.backends.network_receiver import receive_header
@@ -249,14 +249,14 @@ class NcclReceiver:
     def unreachable(self, probe: str) -> str:
         return same_gpu(probe, self._arena.runtime.uuid) if probe else "the sender has no GPU"
 
-    def _receive(self, connected: socket.socket, sender: kv_pb2.WorkerIdentity) -> None:
+    def _receive(self, connected: socket.socket, origin: Origin) -> None:
         peer = Peer(connected)
         with self._meet(connected, peer) as communicator, _Incoming(self._server) as incoming:
-            log.info("nccl_pair", sender=sender.worker_id, bytes=communicator.num_bytes)
+            log.info("nccl_pair", sender=origin.sender.worker_id, bytes=communicator.num_bytes)
             try:
                 try:
                     while not self._server.closing:
-                        self._turn(connected, sender, peer, communicator, incoming)
+                        self._turn(connected, origin, peer, communicator, incoming)
                 finally:
                     incoming.is_lost = True
                     communicator.abort()
@@ -280,7 +280,7 @@ class NcclReceiver:
     def _turn(
         self,
         connected: socket.socket,
-        sender: kv_pb2.WorkerIdentity,
+        origin: Origin,
         peer: Peer,
         communicator: Communicator,
         incoming: _Incoming,
@@ -296,7 +296,7 @@ class NcclReceiver:
         deadline_s = time.monotonic() + self._settings.stall_timeout_s
         header_bytes, header, digest = receive_header(connected, first, deadline_s, self.max_segment_bytes)
         slot = self._take_slot(incoming)
-        arrived = Arrived(sender, header_bytes, header, digest, slot)
+        arrived = Arrived(origin, header_bytes, header, digest, slot)
         try:
             connected.sendall(GO)  # first: the very first message needs both sides to begin
             still = peer.still(time.monotonic() + self._settings.stall_timeout_s)

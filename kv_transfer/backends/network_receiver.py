@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from kv_transfer.backends.base import Arrived, ChannelLost, Wakeup
+from kv_transfer.backends.base import Arrived, ChannelLost, Origin, Wakeup
 from kv_transfer.backends.socket_channel import PREFIX, SocketSettings
 from kv_transfer.backends.socket_server import SocketServer
 from kv_transfer.backends.sockets import ConnectionLost, join_endpoint, receive
@@ -110,12 +110,12 @@ class NetworkReceiver:
         """The sender connects to us; whether it can, only it will know."""
         return ""
 
-    def _receive(self, connected: socket.socket, sender: kv_pb2.WorkerIdentity) -> None:
+    def _receive(self, connected: socket.socket, origin: Origin) -> None:
         with self._open_payloads(connected) as fill:
             while not self._server.closing:
-                self._receive_segment(connected, sender, fill)
+                self._receive_segment(connected, origin, fill)
 
-    def _receive_segment(self, connected: socket.socket, sender: kv_pb2.WorkerIdentity, fill: FillView) -> None:
+    def _receive_segment(self, connected: socket.socket, origin: Origin, fill: FillView) -> None:
         first = self._await_first(connected)
         deadline_s = time.monotonic() + self._settings.segment_timeout_s
         header_bytes, header, digest = receive_header(connected, first, deadline_s, self.max_segment_bytes)
@@ -128,7 +128,7 @@ class NetworkReceiver:
         except BaseException:
             slot.give_back()
             raise
-        self._server.arrived(Arrived(sender, header_bytes, header, digest, slot))
+        self._server.arrived(Arrived(origin, header_bytes, header, digest, slot))
         self._server.wakeup()
 
     def _await_first(self, connected: socket.socket) -> bytes:

@@ -24,7 +24,7 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.backends.base import Arrived, Memory, OnLost, Wakeup
+from kv_transfer.backends.base import Arrived, Memory, OnLost, Origin, Wakeup
 from kv_transfer.backends.mapped import (
     MappedChannel,
     MappedSettings,
@@ -119,7 +119,7 @@ class ShmReceiver:
     def unreachable(self, probe: str) -> str:
         return "" if probe and is_here(probe) else "the other worker is not in our network namespace"
 
-    def _receive(self, connected: socket.socket, sender: kv_pb2.WorkerIdentity) -> None:
+    def _receive(self, connected: socket.socket, origin: Origin) -> None:
         check_same_user(connected)
         memory = self._map(connected)
         told = bytearray()
@@ -133,7 +133,7 @@ class ShmReceiver:
             if not more:
                 raise ConnectionLost("closed by the sender")
             told += more
-            del told[: self._take(connected, sender, memory, told)]
+            del told[: self._take(connected, origin, memory, told)]
 
     def _map(self, connected: socket.socket) -> npt.NDArray[np.uint8]:
         """The sender's arena, read-only. Sealed against resizing: no access can fault."""
@@ -162,7 +162,7 @@ class ShmReceiver:
     def _take(
         self,
         connected: socket.socket,
-        sender: kv_pb2.WorkerIdentity,
+        origin: Origin,
         memory: npt.NDArray[np.uint8],
         told: bytearray,
     ) -> int:
@@ -177,7 +177,7 @@ class ShmReceiver:
                     slot = self._server.take_slot(self._arena)
                 length, offset = segment.length, segment.offset
                 np.copyto(np.frombuffer(slot.view, np.uint8)[:length], memory[offset : offset + length])
-                self._server.arrived(Arrived(sender, segment.header_bytes, segment.header, segment.digest, slot))
+                self._server.arrived(Arrived(origin, segment.header_bytes, segment.header, segment.digest, slot))
                 position, copied, copied_bytes = segment.end, copied + 1, copied_bytes + length
                 if copied_bytes >= FLUSH_BYTES:
                     self._flush(connected, copied)

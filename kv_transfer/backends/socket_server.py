@@ -13,14 +13,14 @@ import threading
 import time
 from collections.abc import Callable
 
-from kv_transfer.backends.base import Arrived, ChannelLost, Wakeup
+from kv_transfer.backends.base import Arrived, ChannelLost, Origin, Wakeup
 from kv_transfer.backends.handshake import welcome
 from kv_transfer.backends.sockets import ConnectionLost, configure, set_kernel_timeouts, shutdown
 from kv_transfer.segment import MalformedSegment
 from kv_transfer.staging import SlotPool, StagingSlot
 from pdserve.v1 import kv_pb2
 
-Receive = Callable[[socket.socket, kv_pb2.WorkerIdentity], None]
+Receive = Callable[[socket.socket, Origin], None]
 """Takes what comes on a welcome connection until ``SocketServer.closing``; raises when the connection is lost."""
 CLOSING_SEEN_S = 0.25
 """Who waits for a slot looks up so often: ``close`` has a second for all."""
@@ -48,7 +48,7 @@ class SocketServer:
         self._stall_timeout_s = stall_timeout_s
         self._arrivals: queue.SimpleQueue[Arrived | ChannelLost] = queue.SimpleQueue()  # bounded by staging slots
         self._lock = threading.Lock()
-        self._connections: dict[threading.Thread, tuple[socket.socket, kv_pb2.WorkerIdentity | None]] = {}
+        self._connections: dict[threading.Thread, tuple[socket.socket, Origin | None]] = {}
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
 
@@ -77,7 +77,8 @@ class SocketServer:
 
     def drop_sender(self, worker_id: str, incarnation: int) -> None:
         with self._lock:
-            for connected, sender in self._connections.values():
+            for connected, origin in self._connections.values():
+                sender = None if origin is None else origin.sender
                 if sender is not None and (sender.worker_id, sender.incarnation) == (worker_id, incarnation):
                     shutdown(connected)
 
@@ -116,21 +117,23 @@ class SocketServer:
                 connected.close()
 
     def _serve(self, connected: socket.socket) -> None:
-        sender: kv_pb2.WorkerIdentity | None = None
+        origin: Origin | None = None
         reason = "closed"
         try:
             configure(connected, self._handshake_timeout_s)
-            sender = welcome(connected, self._me, self._layout, time.monotonic() + self._handshake_timeout_s)
+            deadline_s = time.monotonic() + self._handshake_timeout_s
+            origin = Origin(welcome(connected, self._me, self._layout, deadline_s))
             with self._lock:
-                self._connections[threading.current_thread()] = (connected, sender)
+                self._connections[threading.current_thread()] = (connected, origin)
             set_kernel_timeouts(connected, self._stall_timeout_s)
-            self._receive(connected, sender)
+            self._receive(connected, origin)
         except (OSError, ConnectionLost, MalformedSegment) as error:
             reason = str(error)
         finally:
             with self._lock:
                 del self._connections[threading.current_thread()]
             connected.close()
-            if sender is not None and not self.closing:
-                self._arrivals.put(ChannelLost(sender, f"data channel from {sender.worker_id} is lost: {reason}"))
+            if origin is not None and not self.closing:
+                why = f"data channel from {origin.sender.worker_id} is lost: {reason}"
+                self._arrivals.put(ChannelLost(origin, why))
                 self.wakeup()

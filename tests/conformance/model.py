@@ -215,7 +215,7 @@ class World:
         segment, on_done = channel.segments.pop(0)
         slot.view[:] = segment.payload
         header = parse_header(segment.header)
-        self.d.backend.arrivals.append(Arrived(channel.hello.sender, segment.header, header, segment.digest, slot))
+        self.d.backend.arrivals.append(Arrived(channel.origin, segment.header, header, segment.digest, slot))
         on_done(None)
         self._poll_senders()
 
@@ -229,7 +229,7 @@ class World:
             channel.on_lost("broken")
             self._poll_senders()
         if channel.hello.receiver_incarnation == self.d.incarnation:
-            self.d.backend.arrivals.append(ChannelLost(channel.hello.sender, "broken"))
+            self.d.backend.arrivals.append(ChannelLost(channel.origin, "broken"))
 
     def _silence(self, awake: str) -> None:
         """Longer than a lease nothing is heard, and only these sides run; the others stand still, to wake later."""
@@ -311,6 +311,7 @@ class World:
 
     def fingerprint(self) -> tuple[object, ...]:
         receiver = self.d.receiver
+        origins = {channel.origin: n for n, channel in enumerate(self.channels)}
         return (
             self.faults,
             self.d.incarnation,
@@ -325,6 +326,7 @@ class World:
                     None if t.lease is None else t.lease.expires_s - self.now_s,
                     None if t.ticket is None else t.ticket.epoch - receiver._epochs._last,
                     tuple(t.parts),
+                    t.origin and origins.get(t.origin),
                     t.end is None,
                     t.last_segment_s and t.last_segment_s - self.now_s,
                 )
@@ -345,7 +347,7 @@ class World:
                 )
                 for c in self.channels
             ),
-            tuple(a.header_bytes if isinstance(a, Arrived) else a.sender.incarnation for a in self.d.backend.arrivals),
+            tuple((isinstance(a, Arrived) and a.header_bytes, origins.get(a.origin)) for a in self.d.backend.arrivals),
             tuple(self.untold),
             tuple(self.d.expected.items()),
             tuple((name, tuple(layers)) for name, layers in self.d.reserved.items()),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kv_transfer.backends.base import Arrived, ChannelLost, OnDone, OnLost
+from kv_transfer.backends.base import Arrived, ChannelLost, OnDone, OnLost, Origin
 from kv_transfer.layout import KVRange, cell_bytes, make_layout
 from kv_transfer.protocol import Frame
 from kv_transfer.receiver import Receiver
@@ -77,6 +77,9 @@ class Channel:
     on_lost: OnLost
     segments: list[tuple[SealedSegment, OnDone]] = field(default_factory=list)
     is_open: bool = True
+
+    def __post_init__(self) -> None:
+        self.origin = Origin(self.hello.sender)
 
     def send(self, segment: SealedSegment, on_done: OnDone) -> None:
         if self.is_open:

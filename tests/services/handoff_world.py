@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kv_transfer.backends.base import Arrived, ChannelLost, OnDone, OnLost
+from kv_transfer.backends.base import Arrived, ChannelLost, OnDone, OnLost, Origin
 from kv_transfer.layout import KVRange, make_layout
 from kv_transfer.protocol import Frame
 from kv_transfer.receiver import Receiver
@@ -76,6 +76,9 @@ class Channel:
     closed: bool = False
     has_closed: threading.Event = field(default_factory=threading.Event)
     lost: str | None = None
+
+    def __post_init__(self) -> None:
+        self.origin = Origin(self.hello.sender)
 
     def send(self, segment: SealedSegment, on_done: OnDone) -> None:
         if self.lost is not None:
@@ -362,7 +365,7 @@ class World:
             return False
         segment, on_done = channel.segments.pop(index)
         slot.view[: len(segment.payload)] = segment.payload
-        arrived = Arrived(channel.hello.sender, segment.header, parse_header(segment.header), segment.digest, slot)
+        arrived = Arrived(channel.origin, segment.header, parse_header(segment.header), segment.digest, slot)
         self.d_backend.arrivals.append(arrived if bend is None else bend(arrived))
         on_done(None)
         return True

@@ -216,7 +216,7 @@ def test_a_channel_that_is_lost_while_the_last_segment_is_checked_fails_nothing(
     world.end_prefill("r")
     world.run()
     assert len(world.d_port.copies) == 2
-    world.d_backend.arrivals.append(ChannelLost(P, "reset by peer"))
+    world.d_backend.arrivals.append(ChannelLost(world.p_backend.channels[0].origin, "reset by peer"))
     world.p_backend.channels[0].break_off("reset by peer")
     world.run()
     assert not world.d_port.failed
@@ -231,7 +231,7 @@ def test_a_channel_that_is_lost_before_the_last_segment_came_fails_its_transfer(
     pack_all(world)
     world.frames_to_d()
     world.deliver_segment(world.p_backend.channels[0])
-    world.d_backend.arrivals.append(ChannelLost(P, "reset by peer"))
+    world.d_backend.arrivals.append(ChannelLost(world.p_backend.channels[0].origin, "reset by peer"))
     world.receiver.poll()
     assert "reset by peer" in world.d_port.failed["r"]
     world.end_copies(world.d_port.copies)

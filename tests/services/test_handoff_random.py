@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kv_transfer.backends.base import Arrived, ChannelLost
 from kv_transfer.layout import KVRange
 from kv_transfer.transfer import TransferKey
-from tests.services.handoff_world import D_PEER, LAYERS, LEASE_S, P_PEER, P, World
+from tests.services.handoff_world import D_PEER, LAYERS, LEASE_S, P_PEER, World
 
 TOKENS = 32
 CHUNK = 16
@@ -162,7 +162,7 @@ class Handoffs(RuleBasedStateMachine):
                 for channel in self.world.p_backend.channels:
                     if channel.lost is None:
                         channel.break_off("reset")
-                        self.world.d_backend.arrivals.append(ChannelLost(P, "reset"))
+                        self.world.d_backend.arrivals.append(ChannelLost(channel.origin, "reset"))
 
     # ---- the laws
 

@@ -421,7 +421,7 @@ def test_a_lost_channel_matters_only_to_what_still_needs_it(world: World) -> Non
     sending(world)
     channel = world.p_backend.channels[0]
     world.deliver_segment(channel)
-    lost = ChannelLost(P, "reset")
+    lost = ChannelLost(channel.origin, "reset")
     while world.deliver_segment(channel):
         pass
     world.d_backend.arrivals.append(lost)
@@ -437,6 +437,29 @@ def test_a_lost_channel_matters_only_to_what_still_needs_it(world: World) -> Non
     world.d_backend.arrivals.append(lost)
     world.receiver.poll()
     assert "reset" in world.d_port.failed["s"]
+
+
+def test_the_loss_of_a_channel_that_was_replaced_is_no_loss_of_the_new_one(world: World) -> None:
+    """A receive thread that waits for staging sees late that its sender hung up, and connected again, long ago."""
+    sending(world)
+    old = world.p_backend.channels[0]
+    world.deliver_segment(old)
+    world.receiver.poll()
+    old.break_off("stalled")
+    world.polls()
+    world.frames_to_d()
+    world.d_port.tokens["s"] = 32
+    world.start("s", 32)
+    world.compute("s", 32)
+    new = world.p_backend.channels[1]
+    world.deliver_segment(new)
+    world.d_backend.arrivals.append(ChannelLost(old.origin, "closed by the sender"))
+    world.receiver.poll()
+    assert "s" not in world.d_port.failed
+    world.end_prefill("s")
+    world.run()
+    world.assert_published("s", 32)
+    world.assert_at_rest()
 
 
 def test_news_about_nothing_are_answered(world: World) -> None:

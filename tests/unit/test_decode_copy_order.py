@@ -21,7 +21,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.messages import AddRequest, FinishReason, ReceiveKV, RequestOutput, Timings
 from kv_transfer import segment_intake
-from kv_transfer.backends.base import Arrived, ChannelLost
+from kv_transfer.backends.base import Arrived, ChannelLost, Origin
 from kv_transfer.block_mix import block_mix64
 from kv_transfer.layout import BLOCK_MIX64, KVRange, make_layout
 from kv_transfer.protocol import Abort, End, Frame, Open
@@ -45,6 +45,7 @@ from tests.unit.played_device import (
 from worker.translate import output_to_pb
 
 SENDER = kv_pb2.WorkerIdentity(worker_id="p", incarnation=1)
+ORIGIN = Origin(SENDER)
 LAYOUT = make_layout(
     model_fingerprint="played",
     num_layers=LAYERS,
@@ -94,7 +95,7 @@ class Backend:
         digest = mixed_digest(data, block_mix64(memory.tobytes()) ^ (not intact))
         slot = StagingSlot(self.num_out, memoryview(memory), lambda _: self._back(memory))
         self.num_out += 1
-        self.arrivals.append(Arrived(SENDER, data, header, digest, slot))
+        self.arrivals.append(Arrived(ORIGIN, data, header, digest, slot))
 
     def _back(self, memory: np.ndarray[Any, Any]) -> None:
         self.num_out -= 1
@@ -313,7 +314,7 @@ class World:
 
     def lose_channel(self) -> None:
         if self.random.random() < 0.1:
-            self.backend.arrivals.append(ChannelLost(SENDER, "cut"))
+            self.backend.arrivals.append(ChannelLost(ORIGIN, "cut"))
 
     def abort(self) -> None:
         """By a client, or by a router whose next attempt comes soon, late, or never."""
