@@ -1,8 +1,9 @@
-"""A forward pass as CUDA graphs: whole (decode), or in pieces between the attention calls (mixed batches).
+"""A forward pass as CUDA graphs: whole (decodes alone, prompts alone), or in pieces between the attention calls.
 
-Owns capture and replay; what is captured and when is the GPU runner's business. Decode attention has a fixed grid and
-reads everything from the device, so a graph of it serves any batch of its size. Prefill attention's grid depends on the
-batch, so there the graphs end before each layer's attention and go on after it:
+Owns capture and replay; what is captured and when is the GPU runner's business. Attention has a fixed grid and reads
+everything else from the device, so a graph of it serves any batch of its size. Not so where decodes and prompts are
+mixed, as where one kind of attention ends and the other begins is the host's choice; and layers whose KV leaves one by
+one must be launched one by one. There the graphs end before each layer's attention and go on after it:
 
     whole:   [ prepare, layer 0, ..., layer n ]
     pieces:  [ prepare, layer 0 up to rope ] attend [ rest of layer 0, layer 1 up to rope ] ... [ rest of layer n ]

@@ -1,14 +1,15 @@
 """The model's forward pass over packed steps on a CUDA device: eager, or from graphs.
 
 Owns the static buffers (inputs, block tables, last tokens, hidden states) and the graphs over them; not the weights,
-the KV cache or the sampling. Made and called by the GPU runner. Three ways, by what a step holds:
+the KV cache or the sampling. Made and called by the GPU runner. Four ways, by what a step holds:
 
-    only decodes, at most ``max_num_seqs``      one graph of the next larger batch size, with or without cascade
-    few tokens (launching would cost most)      graphs between attention calls, of the next larger token count
-    else                                        eager, exact sizes
+    decode    only decodes               one graph of the next larger batch size, with or without cascade
+    prompts   few tokens, of few prompts one graph of the next larger token count
+    pieces    few other tokens           graphs between attention calls, of the next larger token count
+    eager     more tokens                exact sizes; launching takes less than they do
 
 Where KV leaves layer by layer, ``after_layer`` is called when what writes a layer's KV is launched: between the pieces,
-or for all layers after a graph of the whole.
+or for all layers after a graph of decodes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from engine.kernels.triton_gpu import TritonKernels
 from engine.model_config import ModelConfig
 from engine.models import CausalLM
 
-MAX_PIECEWISE_TOKENS = 2048
+MAX_GRAPH_TOKENS = 2048
+"""Larger steps take the device longer than the host takes to launch them."""
+_MOST_PROMPTS = 32
+"""Requests of a graph of prompts: their attention has so many, the last ones empty. It is another kernel for more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,7 @@ class StepShape:
     """How a step runs, and where its inputs lie."""
 
     kind: str
-    """decode | pieces | eager"""
+    """decode | prompts | pieces | eager"""
     layout: StepLayout
     inputs: dict[str, torch.Tensor]
 
@@ -56,8 +60,9 @@ class GpuForward:
     ) -> None:
         self._model, self._kernels, self._kv_layers, self._slots = model, kernels, kv_layers, slots
         self._max_rows = slots.num_slots
+        self._most_prompts = min(_MOST_PROMPTS, self._max_rows)
         self._decode_sizes = decode_buckets(self._max_rows)
-        self._token_sizes = token_buckets(min(MAX_PIECEWISE_TOKENS, max_tokens))
+        self._token_sizes = token_buckets(min(MAX_GRAPH_TOKENS, max_tokens))
         words = max(StepLayout(max_tokens, self._max_rows).words, StepLayout(self._max_rows, self._max_rows).words)
 
         def ints(*shape: int) -> torch.Tensor:
@@ -85,14 +90,18 @@ class GpuForward:
     def block_words(self) -> int:
         return int(self._block.numel())
 
-    def shape_of(self, num_requests: int, num_tokens: int, *, eager: bool = False) -> StepShape:
-        """``eager``: whatever the sizes."""
-        if not eager and num_tokens == num_requests:
+    def shape_of(self, num_requests: int, num_tokens: int, *, whole: bool = False) -> StepShape:
+        """``whole``: no decode is among them, and nobody waits for single layers."""
+        if num_tokens == num_requests:
             rows = self._decode_size(num_requests)
             return StepShape("decode", *self._static(rows, rows))
-        if not eager and self._token_sizes and num_tokens <= self._token_sizes[-1]:
+        if self._token_sizes and num_tokens <= self._token_sizes[-1]:
             tokens = next(size for size in self._token_sizes if size >= num_tokens)
-            return StepShape("pieces", *self._static(tokens, self._max_rows))
+            kind = "prompts" if whole and num_requests <= self._most_prompts else "pieces"
+            return StepShape(kind, *self._static(tokens, self._max_rows))
+        return self._eager(num_requests, num_tokens)
+
+    def _eager(self, num_requests: int, num_tokens: int) -> StepShape:
         layout = StepLayout(num_tokens, self._decode_size(num_requests))
         return StepShape("eager", layout, self._views(layout))
 
@@ -110,11 +119,16 @@ class GpuForward:
             if len(step.sampled) == step.num_requests:
                 return self._hidden[:rows]
             return self._hidden.index_select(0, self._drawn_rows(shape, step))
+        if shape.kind == "prompts":
+            assert after_layer is None
+            self._replay_prompts(shape)
+            return self._finish_drawn(shape, self._drawn_rows(shape, step))
         num_requests = step.num_requests
         batch = self._batch(shape, num_requests, step.max_q_len, len(step.sampled))
         self._kernels.begin_step(step.num_decodes, cascade, is_mixed=True)
         if shape.kind == "pieces":
-            return self._run_pieces(shape, batch, self._drawn_rows(shape, step), after_layer)
+            self._run_pieces(shape, batch, after_layer)
+            return self._finish_drawn(shape, self._drawn_rows(shape, step))
         self._prepare(shape)
         mixed, residual = self._model.attend(batch, self._kv_layers, after_layer, narrow=True)
         return self._finish(mixed, residual)
@@ -130,12 +144,14 @@ class GpuForward:
             shape = StepShape("pieces", *self._static(tokens, self._max_rows))
             requests, longest = self._blank(shape, tokens)
             self._kernels.begin_step(0)
-            self._run_pieces(shape, self._batch(shape, requests, longest, 1), shape.inputs["logits_index"][:1])
+            self._run_pieces(shape, self._batch(shape, requests, longest, 1))
+            self._replay_prompts(shape)
+            self._finish_drawn(shape, shape.inputs["logits_index"][:1])
         return len(self._graphs)
 
     def run_blank(self, num_tokens: int, num_requests: int = 1, cascade: CascadePlan | None = None) -> None:
         """An eager pass that writes no KV: to see what it needs, and to compile. At least that many requests."""
-        shape = self.shape_of(self._max_rows, num_tokens, eager=True)
+        shape = self._eager(self._max_rows, num_tokens)
         requests, longest = self._blank(shape, num_tokens, num_requests)
         is_mixed = longest > 1
         self._kernels.begin_step(0, cascade, is_mixed=is_mixed)
@@ -146,7 +162,7 @@ class GpuForward:
             self._finish(*self._model.attend(batch, self._kv_layers, narrow=True))
 
     def rehearse(self) -> None:
-        """Launch whatever steps of up to ``MAX_PIECEWISE_TOKENS`` tokens launch; for ``compile_ahead``, where nothing
+        """Launch whatever steps of up to ``MAX_GRAPH_TOKENS`` tokens launch; for ``compile_ahead``, where nothing
         runs. Kernels differ by powers of two of the rows, from 16 on: one size of each will do.
         """
         for rows in _kinds(self._decode_sizes):
@@ -185,9 +201,27 @@ class GpuForward:
         forward()
         self._graphs[key] = CapturedForward(forward, self._pool)
 
-    def _run_pieces(
-        self, shape: StepShape, batch: ForwardBatch, drawn: torch.Tensor, after_layer: AfterLayer | None = None
-    ) -> torch.Tensor:
+    def _replay_prompts(self, shape: StepShape) -> None:
+        """The graph of that many tokens, up to the last layer's attention; the first time as ``_replay``."""
+        tokens = shape.layout.tokens
+        key = ("prompts", tokens, False)
+        graph = self._graphs.get(key)
+        if graph is not None:
+            graph.replay()
+            return
+        batch = self._batch(shape, self._most_prompts, tokens, 0)
+
+        def forward() -> None:
+            self._kernels.begin_step(0)
+            self._prepare(shape)
+            mixed, residual = self._model.attend(batch, self._kv_layers)
+            self._mixed[:tokens].flatten(1).copy_(mixed)
+            self._hidden[:tokens].copy_(residual)
+
+        forward()
+        self._graphs[key] = CapturedForward(forward, self._pool)
+
+    def _run_pieces(self, shape: StepShape, batch: ForwardBatch, after_layer: AfterLayer | None = None) -> None:
         tokens = shape.layout.tokens
         key = ("pieces", tokens, False)
         graph = self._graphs.get(key)
@@ -213,9 +247,13 @@ class GpuForward:
                 )  # fmt: skip
 
             graph.replay(attend, after_layer)
+
+    def _finish_drawn(self, shape: StepShape, drawn: torch.Tensor) -> torch.Tensor:
+        """What the graphs of that shape have left of the rows that a token is drawn from."""
         if not len(drawn):
             return self._hidden[:0]
-        return self._model.finish(mixed.flatten(1).index_select(0, drawn), self._hidden.index_select(0, drawn))
+        mixed = self._mixed[: shape.layout.tokens].flatten(1)
+        return self._model.finish(mixed.index_select(0, drawn), self._hidden.index_select(0, drawn))
 
     def _finish(self, mixed: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """What is left of an eager step, for the rows that a token is drawn from, and padding (of an older step)."""

@@ -148,7 +148,9 @@ class GpuRunner:
         then does on this stream finds their KV written."""
         ring = self._rings[self._next_ring]
         self._next_ring = (self._next_ring + 1) % _RING
-        shape = self._forward.shape_of(len(batch.items), batch.num_tokens)
+        # Decodes come first.
+        whole = on_layers is None and batch.items[0].num_tokens > 1
+        shape = self._forward.shape_of(len(batch.items), batch.num_tokens, whole=whole)
         step = pack_step(batch, self._slots, shape.layout, ring.block.numpy())
         after_layer = None if on_layers is None else self._grouped(on_layers)
         hidden = self._forward.run(shape, step, ring.block, after_layer)

@@ -63,16 +63,19 @@ def _descriptor(kv_layer: torch.Tensor) -> Any:
 
 def hopper_prefill(
     q: torch.Tensor, kv_layer: torch.Tensor, block_table: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor, scale: float, max_q_len: int, window: int | None, out: torch.Tensor, *, stages: int = 2,
+    seq_lens: torch.Tensor, scale: float, max_q_len: int, window: int | None, out: torch.Tensor,
+    tickets: torch.Tensor | None = None, *, stages: int = 2,
 ) -> None:  # fmt: skip
-    """See ``prefill_attention.paged_prefill``."""
+    """See ``prefill_attention.paged_prefill``. ``tickets`` None: the stream's, or the captured graph's own."""
     tokens, num_heads, head_dim = q.shape
     num_kv_heads, requests = kv_layer.shape[2], seq_lens.shape[0]
     group = num_heads // num_kv_heads
     tile_tokens = TILE_ROWS // group
     max_tiles = min(tokens // tile_tokens + requests, requests * triton.cdiv(max_q_len, tile_tokens))
-    if torch.cuda.is_current_stream_capturing():
-        tickets = new_tickets(q.device)  # the graph's own
+    if tickets is not None:
+        pass
+    elif torch.cuda.is_current_stream_capturing():
+        tickets = new_tickets(q.device)
     else:
         tickets = _tickets(q.device, torch.cuda.current_stream(q.device).cuda_stream)
     launch(hopper_kernel, (min(_programs(q.device), num_kv_heads * max_tiles),),

@@ -103,6 +103,7 @@ def paged_prefill(
     max_q_len: int,
     window: int | None = None,
     out: torch.Tensor | None = None,
+    tickets: torch.Tensor | None = None,
     *,
     portable: bool = False,
     block_m: int = 128,
@@ -110,10 +111,15 @@ def paged_prefill(
     num_warps: int = 8,
     num_stages: int = 3,
 ) -> torch.Tensor:
-    """q [T, H, D], the requests' newest tokens in a row, over their paged KV -> out [T, H, D]. No host sync."""
+    """q [T, H, D], the requests' newest tokens in a row, over their paged KV -> out [T, H, D]. No host sync.
+
+    ``tickets``: see ``hopper_launch.new_tickets``; of a caller whose launches, and graphs of them, never overlap.
+    """
     out = torch.empty_like(q) if out is None else out
     if not portable and hopper_launch.supports(q, kv_layer):
-        hopper_launch.hopper_prefill(q, kv_layer, block_table, cu_seqlens_q, seq_lens, scale, max_q_len, window, out)
+        hopper_launch.hopper_prefill(
+            q, kv_layer, block_table, cu_seqlens_q, seq_lens, scale, max_q_len, window, out, tickets
+        )
         return out
     tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_layer.shape[2], kv_layer.shape[3]

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from engine.kernels import QKV, AddNorm, Linear, Normed, compose_qkv, elementwise
 from engine.kernels.cascade_attention import CascadePlan
 from engine.kernels.decode_attention import DecodePlan, paged_decode
+from engine.kernels.hopper_launch import new_tickets
 from engine.kernels.hopper_swiglu import HopperSwiGLU
 from engine.kernels.prefill_attention import paged_prefill
 from engine.kernels.skinny_gemm import SkinnyLinear, SkinnyTiling
@@ -57,6 +58,7 @@ class TritonKernels:
         self._max_requests = max_requests
         self._plans: dict[tuple[int, int, int, int | None], DecodePlan] = {}
         self._planned: set[tuple[int, int, int, int | None]] = set()
+        self._tickets: torch.Tensor | None = None
         self._stepwise = False
         self._num_decodes = 0
         self._is_mixed = False
@@ -243,6 +245,8 @@ class TritonKernels:
             drawn = self._is_mixed and max_q_len == 1
             self._decode(q[:decodes], kv_layer, block_table, seq_lens[:decodes], scale, window, out[:decodes], drawn)
         if decodes < requests:
+            if self._tickets is None:  # before a graph is captured: what is captured has been run
+                self._tickets = new_tickets(q.device)
             # cu_seqlens_q keeps counting from the first request, so q and out stay whole.
             paged_prefill(
                 q,
@@ -254,6 +258,7 @@ class TritonKernels:
                 max_q_len,
                 window,
                 out,
+                self._tickets,
             )
 
     def _decode(

@@ -62,6 +62,12 @@ def test_prefill_where_maxima_move(
     )
 
 
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize(("spare", "window"), [((156, 25), None), ((4, 200), None), ((700, 25), 100)])
+def test_prefill_among_requests_that_are_not_there(portable: bool, spare: tuple[int, int], window: int | None) -> None:
+    checks.check_prefill(CUDA, BF16, LENGTHS, QUERIES, (16, 8, 128), 64, window, portable=portable, spare=spare)
+
+
 def test_prefill_in_float32() -> None:
     checks.check_prefill(CUDA, F32, LENGTHS, QUERIES, (8, 2, 64), 16, portable=True, block_m=64, block_n=32)
 

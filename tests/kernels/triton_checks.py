@@ -14,8 +14,9 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-from engine.kernels import elementwise, reference
+from engine.kernels import elementwise, hopper_launch, reference
 from engine.kernels.cascade_attention import CascadePlan
 from engine.kernels.cascade_plan import CascadeCost
 from engine.kernels.decode_attention import DecodePlan, paged_decode
@@ -105,20 +106,30 @@ def check_prefill(
     device: torch.device, dtype: torch.dtype, lengths: Sequence[int], query_lens: Sequence[int], heads: tuple[int,
     int, int],
     block_size: int, window: int | None = None, *, portable: bool, block_m: int = 128, block_n: int = 64,
-    key_scales: Sequence[float] = (1.0,),
+    key_scales: Sequence[float] = (1.0,), spare: tuple[int, int] = (0, 0),
 ) -> None:  # fmt: skip
+    """``spare``: tokens and requests that are not there, as in a graph: no query, no KV, no blocks; twice in a row."""
     num_heads, num_kv_heads, head_dim = heads
     paged = Paged(lengths, num_kv_heads, head_dim, block_size, dtype, device)
     paged.scale_keys(key_scales)
     bounds = [0, *np.cumsum(query_lens).tolist()]
-    q = randn(bounds[-1], num_heads, head_dim, dtype=dtype, device=device)
-    out = torch.full_like(q, NAN)
-    cu = torch.tensor(bounds, dtype=torch.int32, device=device)
-    paged_prefill(
-        q, paged.kv, paged.table, cu, paged.seq_lens, head_dim**-0.5, max(query_lens), window, out,
-        portable=portable, block_m=block_m, block_n=block_n,
-    )  # fmt: skip
-    assert relative_error(out, paged.expected(q, bounds, head_dim**-0.5, window)) < tolerance(dtype)
+    tokens = bounds[-1] + spare[0]
+    q = torch.full((tokens, num_heads, head_dim), NAN, dtype=dtype, device=device)
+    q[: bounds[-1]] = randn(bounds[-1], num_heads, head_dim, dtype=dtype, device=device)
+    cu = torch.tensor([*bounds, *[bounds[-1]] * spare[1]], dtype=torch.int32, device=device)
+    seq_lens = F.pad(paged.seq_lens, (0, spare[1]))
+    table = F.pad(paged.table, (0, 0, 0, spare[1]), value=1 << 30)
+    most = tokens if any(spare) else max(query_lens)
+    tickets = hopper_launch.new_tickets(device)
+    for _ in range(2 if any(spare) else 1):
+        out = torch.full_like(q, NAN)
+        paged_prefill(
+            q, paged.kv, table, cu, seq_lens, head_dim**-0.5, most, window, out, tickets,
+            portable=portable, block_m=block_m, block_n=block_n,
+        )  # fmt: skip
+        expected = paged.expected(q[: bounds[-1]], bounds, head_dim**-0.5, window)
+        assert relative_error(out[: bounds[-1]], expected) < tolerance(dtype)
+        assert out[bounds[-1] :].isnan().all()
 
 
 def check_cascade(
@@ -420,6 +431,9 @@ def _tiny(device: torch.device) -> dict[str, Callable[[], None]]:
             device, f32, [90, 33], [33, 33], (2, 1, 16), 16, portable=True, block_m=16, block_n=16,
             key_scales=(0.02, 1.0, 6.0),
         )  # fmt: skip
+        check_prefill(
+            device, f32, [70, 1, 17], [20, 1, 3], (4, 2, 32), 16, portable=True, block_m=16, block_n=16, spare=(8, 2)
+        )
 
     def cascade() -> None:
         check_cascade(device, f32, (4, 2, 32), 16, (4, 7), portable=True, block_m=16, block_n=16)
@@ -460,6 +474,7 @@ def _tiny(device: torch.device) -> dict[str, Callable[[], None]]:
         check_prefill(device, bf16, [200, 1, 70], [70, 1, 70], (4, 2, 128), 64, portable=False)
         check_prefill(device, bf16, [90, 33], [33, 33], (4, 2, 128), 16, 20, portable=False)
         check_prefill(device, bf16, [500], [90], (4, 2, 128), 16, portable=False, key_scales=(0.02, 40.0))
+        check_prefill(device, bf16, [200, 1, 70], [70, 1, 70], (4, 2, 128), 64, portable=False, spare=(51, 29))
         check_cascade(device, bf16, (4, 2, 128), 64, (4, 7), portable=False)
         check_skinny(device, bf16, (3, 100, 512), SkinnyTiling(64, 256, tma=True, num_stages=4))
         check_gated(device, bf16, (3, 100, 512), SkinnyTiling(64, 256, tma=True, num_stages=4))
