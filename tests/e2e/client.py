@@ -25,11 +25,13 @@ def complete(url: str, prompt: list[int], **options: Any) -> Answer:
     assert response.status_code == 200, response.text
     payload = response.json()
     choice = payload["choices"][0]
+    usage = payload["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(prompt), len(choice["token_ids"]))
     return Answer(
         choice["token_ids"],
         choice["text"],
         choice["finish_reason"],
-        payload["usage"]["prompt_tokens_details"]["cached_tokens"],
+        usage["prompt_tokens_details"]["cached_tokens"],
         response.headers["x-request-id"],
     )
 

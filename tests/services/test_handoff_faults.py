@@ -60,6 +60,12 @@ def test_the_service_process_never_loads_torch(workers: dict[str, Member]) -> No
         assert "libtorch" in libraries(member.engine_pid())
 
 
+def mapped_staging(decode: Member) -> list[str]:
+    """Memory of senders that its engine has mapped. Its own is a memfd, too, and writable."""
+    lines = libraries(decode.engine_pid()).splitlines()
+    return [line for line in lines if "memfd:pdserve-staging" in line and line.split()[1].startswith("r-")]
+
+
 async def in_flight(
     workers: dict[str, Member],
     router: Router,
@@ -101,7 +107,12 @@ async def test_killed_in_the_middle_of_a_transfer(workers: dict[str, Member], vi
     async with routing(workers["prefill"], workers["decode"]) as router:
         session = getattr(router, victim)
         before = session.peer.incarnation
-        p, d = await in_flight(workers, router, lambda: os.kill(pid, signal.SIGKILL), seed=len(victim + what))
+
+        def kill() -> None:
+            assert mapped_staging(workers["decode"]), "the two meet over shared memory"
+            os.kill(pid, signal.SIGKILL)
+
+        p, d = await in_flight(workers, router, kill, seed=len(victim + what))
         lost, survivor = (p, d) if victim == "prefill" else (d, p)
         assert lost.code == "ERROR_CODE_WORKER_LOST"
         assert survivor.code == "ERROR_CODE_HANDOFF_FAILED"
@@ -110,6 +121,8 @@ async def test_killed_in_the_middle_of_a_transfer(workers: dict[str, Member], vi
             assert answer.finish.failure.retryable
         other = workers["decode" if victim == "prefill" else "prefill"]
         assert_at_rest(other)
+        if victim == "prefill":
+            wait_until("its staging is mapped no more", lambda: not mapped_staging(other))
         if what == "service":
             wait_until("its engine is gone, too", lambda: not psutil.pid_exists(engine))
             assert member.process is not None
@@ -191,8 +204,22 @@ async def test_dtypes_may_differ(workers: dict[str, Member], model: Path, tmp_pa
     try:
         half.wait_healthy()
         async with routing(workers["prefill"], half) as router:
-            _, d = await router.apart(prompt_of(150), max_tokens=8)
-            assert (d.reason, len(d.token_ids)) == ("LENGTH", 8)
+            prompts = [prompt_of(150 + n, seed=600 + n) for n in range(12)]
+            one = [(await router.apart(prompt, max_tokens=8, logprobs=1))[1] for prompt in prompts]
+            many = await asyncio.gather(
+                *(router.apart(prompt, max_tokens=8, cache_salt="together") for prompt in prompts)
+            )
+            assert [d.token_ids for _, d in many] == [d.token_ids for d in one], "as right under load as alone"
+            agreed = 0
+            for prompt, apart in zip(prompts, one, strict=True):
+                assert (apart.reason, len(apart.token_ids)) == ("LENGTH", 8)
+                forced = {"max_tokens": 8, "logprobs": 1, "cache_salt": "its own"}
+                for n in (1, 7):  # what a bfloat16 engine thinks of the same token, with KV that is all its own
+                    own = await router.aggregated(prompt, output_so_far=apart.token_ids[:n], **forced)
+                    if own.token_ids[0] == apart.token_ids[n]:
+                        agreed += 1
+                        assert own.logprobs[0].logprob == pytest.approx(apart.logprobs[n].logprob, abs=0.15)
+            assert agreed > len(prompts), "most of the two of each; with wrong KV none would"
         assert_at_rest(workers["prefill"], half)
     finally:
         assert half.terminate() == 0
