@@ -27,6 +27,7 @@ def read_stats(scheduler: Scheduler) -> EngineStats:
         queued_tokens=sum(tokens for tokens in not_computed if tokens > 1),
         shares_prefill=budget is not None and budget.has_room and not scheduler.preempted,
         prefill_tokens_per_s=0.0 if budget is None else budget.tokens_per_s,
+        itl_aim_s=0.0 if budget is None else budget.aim_s,
         mixed_steps_total=0 if budget is None else budget.mixed_steps_total,
         mixed_steps_over_budget_total=0 if budget is None else budget.over_budget_total,
         total_blocks=pool.num_blocks,

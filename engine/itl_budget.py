@@ -5,9 +5,11 @@ that decodes and tells how long steps took; a step or two late will do.
 
     seconds of a step = fixed + each decode + each token of KV that decodes read
                         + each prompt token + each pair of a prompt token and one before it (attention)
+                        + what any prompt tokens cost, however few (a GPU's steps of decodes only are launched at once)
 
-All five are 0 or more, and found by least squares over the steps so far, of which older ones count less. Steps with and
+All six are 0 or more, and found by least squares over the steps so far, of which older ones count less. Steps with and
 without prompt tokens are remembered apart, so that a long time of decodes only does not wash out what the others cost.
+Without the last one a step of few tokens would look as if each of them were dear, and be followed by such steps only.
 
 - Progress: MIN_TOKENS in any case, even where the decodes alone are over the budget, so nothing starves.
 - Age: the longer the first prompt has waited, the more of the step's time it gets, whatever the budget: MOST_SHARE of
@@ -17,8 +19,7 @@ without prompt tokens are remembered apart, so that a long time of decodes only 
   not extrapolate. So it needs a few steps from nothing to the budget.
 - Outliers: a stall counts as SLOWER times what was expected, at most, once TRAINED_STEPS are known. What is much faster
   than expected counts little, too, unless it happens AGAIN times in a row: then what was remembered was wrong.
-- It aims below the budget, since times scatter: so far below that OVER of the steps are longer all the same. Each that
-  is lowers the aim, each that is not raises it by as much less as it should be more frequent (a running quantile).
+- It aims below the budget, since times scatter (``itl_aim``).
 """
 
 from __future__ import annotations
@@ -27,17 +28,13 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from engine.itl_aim import Aim
+
 MIN_TOKENS = 32
 MOST_SHARE = 1 / 3
 """Of a step's time. What it costs: decodes alone have the other two thirds."""
 AGEING_S = 1.0
 """Until the share, which grows evenly from nothing, is that."""
-OVER = 0.01
-FIRST_AIM = 0.75
-LEAST_AIM = 0.6
-MOST_AIM = 0.95
-AIM_STEP = 0.02
-"""Of the budget."""
 SLOWER = 1.5
 FASTER = 4.0
 AGAIN = 3
@@ -52,9 +49,11 @@ FADE = 0.98
 """What was tried long ago, and only less since, counts less with each step."""
 _KV_UNIT = 1024.0
 _PAIR_UNIT = 1024.0 * 1024.0
-_COLUMNS = 5
+_COLUMNS = 6
+_MIXED = 5
+"""The column of what any prompt tokens cost."""
 _DECODE_ORDER = (2, 1, 0)
-_MIXED_ORDER = (3, 4, 2, 1, 0, 3, 4, 2, 1, 0)
+_MIXED_ORDER = (3, 4, _MIXED, 2, 1, 0, 3, 4, _MIXED, 2, 1, 0)
 """In which the columns are solved. What is not told apart yet, prompt tokens cost: carefully."""
 
 
@@ -76,7 +75,8 @@ class StepLoad(NamedTuple):
 
 def _row(load: StepLoad) -> tuple[float, ...]:
     decodes, kv_tokens, prefill_tokens, pairs = load
-    return 1.0, float(decodes), kv_tokens / _KV_UNIT, float(prefill_tokens), pairs / _PAIR_UNIT
+    is_mixed = float(decodes > 0 and prefill_tokens > 0)
+    return 1.0, float(decodes), kv_tokens / _KV_UNIT, float(prefill_tokens), pairs / _PAIR_UNIT, is_mixed
 
 
 class StepTimes:
@@ -93,7 +93,8 @@ class StepTimes:
         return sum(weight * value for weight, value in zip(self._weights, _row(load), strict=True))
 
     def prefill_tokens(self, seconds: float, context: int) -> float:
-        """That take so long, after ``context`` tokens of their prompt."""
+        """That take so long beside decodes, after ``context`` tokens of their prompt."""
+        seconds -= self._weights[_MIXED]
         pair_s = self._weights[4] / _PAIR_UNIT
         token_s = self._weights[3] + pair_s * context
         if seconds <= 0 or not (pair_s or token_s):
@@ -113,6 +114,8 @@ class StepTimes:
         sums.add(_row(load), seconds)
         weights, (without, beside) = self._weights, self._sums
         for i in _MIXED_ORDER if kind else _DECODE_ORDER:
+            if i == _MIXED and not without.steps:
+                continue  # it is not to be told apart from what the decodes cost
             square = without.squares[i][i] + beside.squares[i][i]
             if square > 0:
                 pull = without.pull(i, weights) + beside.pull(i, weights)
@@ -147,7 +150,7 @@ class ItlBudget:
         self._budget_s = budget_s
         self._max_tokens = max_tokens
         self._times = StepTimes()
-        self._aim = FIRST_AIM
+        self._aim = Aim()
         self._tried = MIN_TOKENS / 2
         self.mixed_steps_total = 0
         """With decodes and prompt tokens."""
@@ -176,8 +179,10 @@ class ItlBudget:
         if not decodes or seconds <= 0:
             return
         self._quiet_steps += 1
+        self._aim.stepped(is_mixed=prefill_tokens > 0)
         if self._quiet_steps == STALE_STEPS:
-            self._known_steps, self._aim = 0, FIRST_AIM
+            self._known_steps = 0
+            self._aim.forget()
         if prefill_tokens:
             self._known_steps += 1
             self._quiet_steps = 0
@@ -185,17 +190,22 @@ class ItlBudget:
             self._context += (context - self._context) / MEMORY_STEPS
             self.mixed_steps_total += 1
             self.over_budget_total += seconds > self._budget_s
-            was_to_fit = prefill_tokens > MIN_TOKENS and self._times.seconds(load) <= self._budget_s
+            expected_s = self._times.seconds(load)
+            was_to_fit = prefill_tokens > MIN_TOKENS and expected_s <= self._budget_s
             if was_to_fit and 2 * prefill_tokens > self.prefill_tokens(decodes, kv_tokens, int(context)):
-                move = -(1 - OVER) if seconds > self._budget_s else OVER
-                self._aim = min(max(self._aim + AIM_STEP * move, LEAST_AIM), MOST_AIM)
+                self._aim.observe(expected_s, seconds)
             self._tried = max(self._tried * FADE, float(prefill_tokens), MIN_TOKENS / 2)
         self._times.observe(load, seconds)
 
     @property
+    def aim_s(self) -> float:
+        """So long a mixed step is to take."""
+        return self._aim.part * self._budget_s
+
+    @property
     def has_room(self) -> bool:
         """What decodes now leaves time for more."""
-        return self._times.seconds(self._last._replace(prefill_tokens=0, prefill_pairs=0)) < self._aim * self._budget_s
+        return self._times.seconds(self._last._replace(prefill_tokens=0, prefill_pairs=0)) < self.aim_s
 
     @property
     def tokens_per_s(self) -> float:
@@ -216,7 +226,7 @@ class ItlBudget:
 
     def _within(self, decodes: int, kv_tokens: int, context: int) -> float:
         """By what is known; as many as there can be, while that is nothing."""
-        left_s = self._aim * self._budget_s - self._times.seconds(StepLoad(decodes, kv_tokens))
+        left_s = self.aim_s - self._times.seconds(StepLoad(decodes, kv_tokens))
         return min(self._times.prefill_tokens(left_s, context), self._max_tokens)
 
     def _by_age(self, decodes: int, kv_tokens: int, context: int, age: float) -> float:

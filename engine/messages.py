@@ -205,6 +205,8 @@ class EngineStats(msgspec.Struct, omit_defaults=True):
     """It has an ITL budget, and room in it now: it may compute prompts while prefill workers are busy."""
     prefill_tokens_per_s: float = 0.0
     """Within the ITL budget, beside what decodes now; 0: not known yet."""
+    itl_aim_s: float = 0.0
+    """So long steps with decodes and prompt tokens are to take; 0: there is no ITL budget."""
     total_blocks: int = 0
     free_blocks: int = 0
     """Empty ones."""

@@ -38,6 +38,7 @@ class EngineStatsLike(Protocol):
     queued_tokens: int
     shares_prefill: bool
     prefill_tokens_per_s: float
+    itl_aim_s: float
     total_blocks: int
     free_blocks: int
     cached_blocks: int
@@ -83,6 +84,11 @@ _ENGINE_GAUGES = (
         "pdserve_shared_prefill_tokens_per_second",
         "prefill_tokens_per_s",
         "Prompt tokens that it computes within its ITL budget, beside what decodes; 0: not known yet",
+    ),
+    (
+        "pdserve_itl_aim_seconds",
+        "itl_aim_s",
+        "With an ITL budget: so long steps with decodes and prompt tokens are to take",
     ),
     ("pdserve_max_batch_requests", "max_batch_requests", "Most requests that one step ever ran"),
     ("pdserve_staging_bytes", "staging_bytes", "Staging in use"),

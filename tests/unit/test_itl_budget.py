@@ -103,6 +103,20 @@ def test_it_begins_small_and_doubles() -> None:
     assert taken == [MIN_TOKENS, 2 * MIN_TOKENS, 4 * MIN_TOKENS, 8 * MIN_TOKENS]
 
 
+@pytest.mark.parametrize("launch_ms", [0.0, 2.0, 3.5])
+def test_that_few_tokens_are_no_cheaper_does_not_keep_it_at_few(launch_ms: float) -> None:
+    """A step with any prompt tokens is launched in pieces, which takes a while. Who counts that to the tokens finds the
+    first 32 of them so dear that it never tries more."""
+    device = Device(5e-3, 20e-6, 15e-9, launch_ms / 1e3)
+    budget, rng = ItlBudget(0.014, MAX_TOKENS), random.Random(8)
+    for _ in range(20):
+        budget.step_took(StepLoad(40, 81_920), device.step_s(40, 81_920, 0))
+    run(budget, device, rng, 100, decodes=40, noise=0.02)
+    best = device.most_tokens(0.014, 40, 81_920)
+    assert best > 8 * MIN_TOKENS
+    assert 0.6 * best <= budget.prefill_tokens(40, 81_920) <= best
+
+
 def test_it_counts_how_often_the_budget_was_not_kept() -> None:
     budget = ItlBudget(0.015, MAX_TOKENS)
     for decodes, tokens, seconds in ((4, 0, 0.1), (4, 10, 0.014), (4, 10, 0.016), (0, 10, 0.1), (4, 10, 0.01)):
