@@ -1,4 +1,4 @@
-"""What the SDK's tests share: gateways on real gRPC ports in front of fake routers."""
+"""What the SDK's tests share: gateways on real gRPC ports in front of fake routers, one of each as fixtures."""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 import grpc
+import pytest
+import pytest_asyncio
 from starlette.datastructures import State
 
+import pdserve
 from gateway.app import create_app
 from gateway.config import GatewayConfig
 from gateway.grpc_service import serve_grpc
 from gateway.model import ServedModel
 from gateway.serving import Gateway
-from tests.services.gateway_harness import eventually
+from pdserve.model_store import prepare_default_model
+from tests.services.gateway_harness import FakeRouter, eventually, load_test_model, running_router, text_script
+
+TEXT = "One, two, 你好, three, four, five, six, seven."
+HI = [{"role": "user", "content": "hi"}]
 
 
 @dataclass
@@ -55,3 +62,26 @@ async def sdk_gateway(
             yield SdkGateway(f"127.0.0.1:{bound}", gateway, server)
         finally:
             await server.stop(None)
+
+
+@pytest.fixture(scope="module")
+def model() -> ServedModel:
+    return load_test_model(prepare_default_model())
+
+
+@pytest_asyncio.fixture
+async def router(model: ServedModel) -> AsyncIterator[FakeRouter]:
+    async with running_router(FakeRouter(text_script(model, TEXT, cached_tokens=2))) as router:
+        yield router
+
+
+@pytest_asyncio.fixture
+async def served(model: ServedModel, router: FakeRouter) -> AsyncIterator[SdkGateway]:
+    async with sdk_gateway(model, [router.address]) as served:
+        yield served
+
+
+@pytest_asyncio.fixture
+async def client(served: SdkGateway) -> AsyncIterator[pdserve.AsyncClient]:
+    async with pdserve.AsyncClient(served.address, reconnect_s=1.0, deadline_s=20) as client:
+        yield client
