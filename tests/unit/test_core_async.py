@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.core import EngineCore
 from engine.messages import AddRequest, FinishReason
 from engine.request import Request
-from tests.unit import test_core_handoff
+from tests.unit import handoff_cluster, test_core_handoff
 from tests.unit.fake_async_runner import FakeAsyncRunner, batches_of, make_async_core
 from tests.unit.fake_runner import make_core, make_message, oracle
 from tests.unit.handoff_link import Clock, send_kv
@@ -142,11 +142,11 @@ def test_the_configuration_turns_it_off() -> None:
 
 
 def test_random_hand_offs_between_engines_that_launch_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_core_handoff, "make_core", make_async_core)
+    monkeypatch.setattr(handoff_cluster, "make_core", make_async_core)
     test_core_handoff.test_random_loads_aborts_and_delays()
 
 
-class BusyCluster(test_core_handoff.Cluster):
+class BusyCluster(handoff_cluster.Cluster):
     """Whose hand-offs go on while a step is waited for: tickets, segments, ends and failures come in the middle."""
 
     def __init__(self, *shapes: dict[str, object]) -> None:
@@ -166,7 +166,7 @@ class BusyCluster(test_core_handoff.Cluster):
 
 
 def test_random_hand_offs_that_go_on_while_a_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_core_handoff, "make_core", make_async_core)
+    monkeypatch.setattr(handoff_cluster, "make_core", make_async_core)
     monkeypatch.setattr(test_core_handoff, "Cluster", BusyCluster)
     test_core_handoff.test_random_loads_aborts_and_delays()
 
