@@ -8,12 +8,13 @@ the KV cache or the sampling. Made and called by the GPU runner. Four ways, by w
     pieces    few other tokens           graphs between attention calls, of the next larger token count
     eager     more tokens                exact sizes; launching takes less than they do
 
-Where KV leaves layer by layer, ``after_layer`` is called when what writes a layer's KV is launched: between the pieces,
-or for all layers after a graph of decodes.
+Where KV leaves before the step is over, ``after_layer`` is called when what writes a layer's KV is launched: between
+pieces, for the layers of a group of prompts' graphs, or for all layers after a graph of decodes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,9 +56,12 @@ class GpuForward:
         *,
         max_tokens: int,
         kv_layers: list[torch.Tensor],
+        layer_group_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        layers = range(len(kv_layers))
+        self._groups = [layers[at : at + layer_group_size] for at in layers[::layer_group_size]]
         self._model, self._kernels, self._kv_layers, self._slots = model, kernels, kv_layers, slots
         self._max_rows = slots.num_slots
         self._most_prompts = min(_MOST_PROMPTS, self._max_rows)
@@ -90,14 +94,13 @@ class GpuForward:
     def block_words(self) -> int:
         return int(self._block.numel())
 
-    def shape_of(self, num_requests: int, num_tokens: int, *, whole: bool = False) -> StepShape:
-        """``whole``: no decode is among them, and nobody waits for single layers."""
+    def shape_of(self, num_requests: int, num_tokens: int, *, has_decodes: bool = True) -> StepShape:
         if num_tokens == num_requests:
             rows = self._decode_size(num_requests)
             return StepShape("decode", *self._static(rows, rows))
         if self._token_sizes and num_tokens <= self._token_sizes[-1]:
             tokens = next(size for size in self._token_sizes if size >= num_tokens)
-            kind = "prompts" if whole and num_requests <= self._most_prompts else "pieces"
+            kind = "prompts" if not has_decodes and num_requests <= self._most_prompts else "pieces"
             return StepShape(kind, *self._static(tokens, self._max_rows))
         return self._eager(num_requests, num_tokens)
 
@@ -113,15 +116,12 @@ class GpuForward:
         self._apply_changes()
         cascade = self._choose_cascade(step)
         if shape.kind == "decode":
-            rows = shape.layout.rows
-            self._replay(("decode", rows, cascade is not None), shape, rows, cascade)
-            self._tell_all(after_layer)
+            self._run_decodes(shape, cascade, after_layer)
             if len(step.sampled) == step.num_requests:
-                return self._hidden[:rows]
+                return self._hidden[: shape.layout.rows]
             return self._hidden.index_select(0, self._drawn_rows(shape, step))
         if shape.kind == "prompts":
-            assert after_layer is None
-            self._replay_prompts(shape)
+            self._run_prompts(shape, after_layer)
             return self._finish_drawn(shape, self._drawn_rows(shape, step))
         num_requests = step.num_requests
         batch = self._batch(shape, num_requests, step.max_q_len, len(step.sampled))
@@ -138,14 +138,14 @@ class GpuForward:
         for rows in reversed(self._decode_sizes):
             shape = StepShape("decode", *self._static(rows, rows))
             self._blank(shape, 0)
-            self._replay(("decode", rows, False), shape, rows, None)
+            self._run_decodes(shape, None)
             self._model.logits(self._hidden[:rows])
         for tokens in reversed(self._token_sizes):
             shape = StepShape("pieces", *self._static(tokens, self._max_rows))
             requests, longest = self._blank(shape, tokens)
             self._kernels.begin_step(0)
             self._run_pieces(shape, self._batch(shape, requests, longest, 1))
-            self._replay_prompts(shape)
+            self._run_prompts(shape)
             self._finish_drawn(shape, shape.inputs["logits_index"][:1])
         return len(self._graphs)
 
@@ -185,41 +185,47 @@ class GpuForward:
 
     # --- graphs ---
 
-    def _replay(self, key: tuple[str, int, bool], shape: StepShape, rows: int, cascade: CascadePlan | None) -> None:
-        """The decode graph of that key; the first time, its kernels one by one, and then the capture."""
-        graph = self._graphs.get(key)
-        if graph is not None:
-            graph.replay()
-            return
-        batch = self._batch(shape, rows, 1, rows)
+    def _run_decodes(
+        self, shape: StepShape, cascade: CascadePlan | None, after_layer: AfterLayer | None = None
+    ) -> None:
+        rows = shape.layout.rows
 
-        def forward() -> None:
+        def forward(after_layer: AfterLayer | None) -> None:
+            batch = self._batch(shape, rows, 1, rows)
             self._kernels.begin_step(rows, cascade)
             self._prepare(shape)
-            self._hidden[:rows].copy_(self._model.forward(batch, self._kv_layers))
+            self._hidden[:rows].copy_(self._model.forward(batch, self._kv_layers, after_layer))
 
-        forward()
-        self._graphs[key] = CapturedForward(forward, self._pool)
+        self._replay(("decode", rows, cascade is not None), forward, [range(len(self._kv_layers))], after_layer)
 
-    def _replay_prompts(self, shape: StepShape) -> None:
-        """The graph of that many tokens, up to the last layer's attention; the first time as ``_replay``."""
+    def _run_prompts(self, shape: StepShape, after_layer: AfterLayer | None = None) -> None:
+        """Up to the last layer's attention."""
         tokens = shape.layout.tokens
-        key = ("prompts", tokens, False)
-        graph = self._graphs.get(key)
-        if graph is not None:
-            graph.replay()
-            return
-        batch = self._batch(shape, self._most_prompts, tokens, 0)
 
-        def forward() -> None:
+        def forward(after_layer: AfterLayer | None) -> None:
+            batch = self._batch(shape, self._most_prompts, tokens, 0)
             self._kernels.begin_step(0)
             self._prepare(shape)
-            mixed, residual = self._model.attend(batch, self._kv_layers)
+            mixed, residual = self._model.attend(batch, self._kv_layers, after_layer)
             self._mixed[:tokens].flatten(1).copy_(mixed)
             self._hidden[:tokens].copy_(residual)
 
-        forward()
-        self._graphs[key] = CapturedForward(forward, self._pool)
+        self._replay(("prompts", tokens, False), forward, self._groups, after_layer)
+
+    def _replay(
+        self,
+        key: tuple[str, int, bool],
+        forward: Callable[[AfterLayer | None], None],
+        groups: Sequence[Sequence[int]],
+        after_layer: AfterLayer | None,
+    ) -> None:
+        """The graph of that key; the first time its kernels one by one, and then the capture."""
+        graph = self._graphs.get(key)
+        if graph is not None:
+            graph.replay(after_layer)
+            return
+        forward(after_layer)
+        self._graphs[key] = CapturedForward(forward, self._pool, groups)
 
     def _run_pieces(self, shape: StepShape, batch: ForwardBatch, after_layer: AfterLayer | None = None) -> None:
         tokens = shape.layout.tokens
@@ -228,16 +234,15 @@ class GpuForward:
         queries, mixed = self._queries[:tokens], self._mixed[:tokens]
         if graph is None:
 
-            def forward() -> None:
+            def forward(after_layer: AfterLayer | None = None) -> None:
                 self._prepare(shape)
-                attended, residual = self._model.attend(batch, self._kv_layers)
+                attended, residual = self._model.attend(batch, self._kv_layers, after_layer)
                 if attended.data_ptr() != mixed.data_ptr():  # the run before the capture
                     mixed.copy_(attended.view_as(mixed))
                 self._hidden[:tokens].copy_(residual)
 
-            forward()
+            forward(after_layer)
             self._graphs[key] = CapturedForward.in_pieces(forward, self._pool, self._kernels, queries, mixed)
-            self._tell_all(after_layer)
         else:
 
             def attend(kv_layer: torch.Tensor, scale: float, window: int | None) -> None:
@@ -246,7 +251,7 @@ class GpuForward:
                     window, mixed,
                 )  # fmt: skip
 
-            graph.replay(attend, after_layer)
+            graph.replay(after_layer, attend)
 
     def _finish_drawn(self, shape: StepShape, drawn: torch.Tensor) -> torch.Tensor:
         """What the graphs of that shape have left of the rows that a token is drawn from."""
@@ -275,11 +280,6 @@ class GpuForward:
         """Where the rows are that a token is drawn from; the padding is row 0's."""
         count = len(step.sampled)
         return shape.inputs["logits_index"][: self._decode_size(count) if count else 0]
-
-    def _tell_all(self, after_layer: AfterLayer | None) -> None:
-        if after_layer is not None:
-            for layer in range(len(self._kv_layers)):
-                after_layer(layer)
 
     # --- inputs ---
 

@@ -148,9 +148,8 @@ class GpuRunner:
         then does on this stream finds their KV written."""
         ring = self._rings[self._next_ring]
         self._next_ring = (self._next_ring + 1) % _RING
-        # Decodes come first.
-        whole = on_layers is None and batch.items[0].num_tokens > 1
-        shape = self._forward.shape_of(len(batch.items), batch.num_tokens, whole=whole)
+        has_decodes = batch.items[0].num_tokens == 1  # they come first
+        shape = self._forward.shape_of(len(batch.items), batch.num_tokens, has_decodes=has_decodes)
         step = pack_step(batch, self._slots, shape.layout, ring.block.numpy())
         after_layer = None if on_layers is None else self._grouped(on_layers)
         hidden = self._forward.run(shape, step, ring.block, after_layer)
@@ -206,6 +205,7 @@ class GpuRunner:
             self._slots,
             max_tokens=self.config.max_num_batched_tokens,
             kv_layers=cache.layers,
+            layer_group_size=self.config.layer_group_size,
             dtype=self.dtype,
             device=self.device,
         )

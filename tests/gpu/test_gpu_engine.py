@@ -260,16 +260,21 @@ def test_a_shared_prefix_is_attended_to_once_and_changes_little(half_model: str)
     assert core.stats().prefix_cache_hits_total > 0
 
 
-@pytest.mark.parametrize(("kind", "length"), [("decode", 1), ("pieces", 40), ("eager", 130)])
-def test_layers_are_announced_when_their_kv_is_written(model: str, kind: str, length: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "lengths"), [("decode", [1]), ("prompts", [40]), ("pieces", [1, 40]), ("eager", [130])]
+)
+def test_layers_are_announced_when_their_kv_is_written(model: str, kind: str, lengths: list[int]) -> None:
     """What is launched in the callback finds the KV of the layers that were announced, and the step is the same."""
     core = make_core(model, "cuda", max_num_batched_tokens=130)
     runner = core.runner
-    assert runner._forward.shape_of(1, length).kind == kind
-    asked = Request("x", prompt(3, length), [], SamplingParams(max_tokens=4), 0.0, 1.0)
-    asked.transition(RequestStatus.RUNNING)
-    asked.block_table = list(range(3, 14))
-    batch = ScheduledBatch([ScheduledItem(asked, length, 0, True)], 1)
+    assert runner._forward.shape_of(len(lengths), sum(lengths), has_decodes=lengths[0] == 1).kind == kind
+    items = []
+    for index, length in enumerate(lengths):
+        asked = Request(f"{index}", prompt(3 + index, length), [], SamplingParams(max_tokens=4), 0.0, 1.0)
+        asked.transition(RequestStatus.RUNNING)
+        asked.block_table = list(range(3 + 20 * index, 14 + 20 * index))
+        items.append(ScheduledItem(asked, length, 0, True))
+    batch = ScheduledBatch(items, 1)
     layers = runner.kv_cache.layers
     groups: list[tuple[int, int]] = []
     seen: list[torch.Tensor] = []
