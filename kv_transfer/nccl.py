@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ _MAGIC = 0xCAFEBEEF
 _CONFIG_VERSION = 21700
 """2.17.0, whose fields ``_Config`` has."""
 _UNDEFINED = -(2**31)
+_SPIN_S = 300e-6
+"""Most calls are over after so long; only then naps begin, which are as long as a segment takes."""
 _NAP_S = 50e-6
 
 Still = Callable[[], None]
@@ -90,7 +92,7 @@ class Nccl:
 
 
 class Move:
-    """A message that the device sends or receives."""
+    """Messages that the device sends or receives, begun at once."""
 
     def __init__(self, done: torch.cuda.Event, runtime: CudaRuntime) -> None:
         self._done = done
@@ -123,12 +125,13 @@ class Communicator:
         self.num_bytes = max(0, free_bytes - torch.cuda.mem_get_info(runtime.index)[0])
         """Device memory that it took, as far as nobody else allocated at the same time."""
 
-    def send(self, view: DeviceView, still: Still) -> Move:
-        return self._start("ncclSend", view, still)
+    def send(self, views: Sequence[DeviceView], still: Still) -> Move:
+        """A message each. The other rank may receive them in other groups than these."""
+        return self._start("ncclSend", views, still)
 
-    def receive(self, view: DeviceView, still: Still) -> Move:
+    def receive(self, views: Sequence[DeviceView], still: Still) -> Move:
         """What the other rank sends next, which has to be as long."""
-        return self._start("ncclRecv", view, still)
+        return self._start("ncclRecv", views, still)
 
     def abort(self) -> None:
         """What is under way ends, whatever the other rank does; it is over when this returns."""
@@ -137,10 +140,16 @@ class Communicator:
             self._nccl.call("ncclCommAbort", handle)
             self._stream.synchronize()
 
-    def _start(self, name: str, view: DeviceView, still: Still) -> Move:
+    def _start(self, name: str, views: Sequence[DeviceView], still: Still) -> Move:
+        """As a group: one kernel for all of them."""
         stream = ctypes.c_void_p(self._stream.cuda_stream)
-        address, size = ctypes.c_void_p(view.address), ctypes.c_size_t(len(view))
-        self._nccl.call(name, address, size, _UINT8, self._other, self._handle, stream)
+        self._nccl.call("ncclGroupStart")
+        try:
+            for view in views:
+                address, size = ctypes.c_void_p(view.address), ctypes.c_size_t(len(view))
+                self._nccl.call(name, address, size, _UINT8, self._other, self._handle, stream)
+        finally:
+            self._nccl.call("ncclGroupEnd")
         self._settle(name, still)  # the first message of a direction connects the two
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         done.record(self._stream)
@@ -148,10 +157,12 @@ class Communicator:
 
     def _settle(self, name: str, still: Still) -> None:
         state = ctypes.c_int()
+        spins_until_s = time.monotonic() + _SPIN_S
         while True:
             self._nccl.call("ncclCommGetAsyncError", self._handle, ctypes.byref(state))
             if state.value != _IN_PROGRESS:
                 self._nccl.check(name, state.value)
                 return
-            still()
-            time.sleep(_NAP_S)
+            if time.monotonic() > spins_until_s:
+                still()
+                time.sleep(_NAP_S)

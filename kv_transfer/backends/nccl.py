@@ -5,9 +5,9 @@
                      payload ======== NCCL ============>  into the slot --> the engine unpacks it
 
 A send starts after the receiver said go, so that no kernel spins on a device for want of a slot. A few segments are
-announced ahead, and their messages follow one another on the communicators' streams. The TCP connection shows at once
-that the peer is gone; a stopped one is the deadlines' business. In either case the communicator is aborted, which ends
-the messages under way, and only then are their slots free.
+announced ahead; those that were announced together are begun together, by one kernel on each side. The TCP connection
+shows at once that the peer is gone; a stopped one is the deadlines' business. In either case the communicator is
+aborted, which ends the messages under way, and only then are their slots free.
 
 NCCL takes no two ranks on one GPU: there ``cuda_ipc`` serves.
 """
@@ -21,6 +21,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 
 import structlog
 
@@ -43,8 +44,12 @@ log = structlog.get_logger()
 OFFER = struct.Struct(f"!{ID_BYTES}s64s")
 """The communicator's id, the sender's GPU."""
 GO = b"g"
-WINDOW = 4
+WINDOW = 16
 """Segments announced or on their way on one channel."""
+MAX_GROUP = 8
+GROUP_BYTES = 256 << 20
+"""What is begun together ends together: so much at most, and half of the receiver's slots, that one side works while
+the other does."""
 MEET_S = 20.0
 """To make a communicator: it loads and allocates on first use."""
 TURN_MS = 500
@@ -162,13 +167,7 @@ class NcclChannel(SocketChannel):
             raise ConnectionLost(str(error)) from error
 
     def _turn(self, connected: socket.socket, peer: Peer, communicator: Communicator, moves: CopyWaiter) -> None:
-        while len(self._announced) + self._num_moving < WINDOW and (item := self._next()) is not None:
-            if not self._announced and not self._num_moving:
-                self._progress_s = time.monotonic()
-            self._announced.append(item)
-            segment = item[0]
-            prefix = PREFIX.pack(len(segment.header), len(segment.payload), segment.digest)
-            send_pieces(connected, [prefix, segment.header], time.monotonic() + self._settings.stall_timeout_s)
+        self._announce(connected)
         if not self._announced and not self._num_moving:
             self._idle(connected)
             return
@@ -182,26 +181,37 @@ class NcclChannel(SocketChannel):
             said = connected.recv(WINDOW)
             if not said:
                 raise ConnectionLost("closed by the receiver")
-            for _ in said:
-                self._send_next(peer, communicator, moves)
+            self._send(len(said), peer, communicator, moves)
         if time.monotonic() - self._progress_s > self._settings.stall_timeout_s:
             raise ConnectionLost("stalled: the receiver takes nothing")
 
-    def _send_next(self, peer: Peer, communicator: Communicator, moves: CopyWaiter) -> None:
-        if not self._announced:
+    def _announce(self, connected: socket.socket) -> None:
+        pieces: list[bytes | memoryview] = []
+        while len(self._announced) + self._num_moving < WINDOW and (item := self._next()) is not None:
+            if not self._announced and not self._num_moving:
+                self._progress_s = time.monotonic()
+            self._announced.append(item)
+            segment = item[0]
+            pieces += [PREFIX.pack(len(segment.header), len(segment.payload), segment.digest), segment.header]
+        if pieces:
+            send_pieces(connected, pieces, time.monotonic() + self._settings.stall_timeout_s)
+
+    def _send(self, count: int, peer: Peer, communicator: Communicator, moves: CopyWaiter) -> None:
+        if count > len(self._announced):
             raise ConnectionLost("the receiver says go to nothing")
-        segment, on_done = self._announced[0]
-        move = communicator.send(segment.payload, peer.still(time.monotonic() + self._settings.stall_timeout_s))
-        self._announced.popleft()
+        views = [segment.payload for segment, _ in islice(self._announced, count)]
+        move = communicator.send(views, peer.still(time.monotonic() + self._settings.stall_timeout_s))
+        sent = [self._announced.popleft()[1] for _ in range(count)]
         with self._lock:
-            self._num_moving += 1
+            self._num_moving += count
 
         def moved(_: list[int]) -> None:
             with self._lock:
-                self._num_moving -= 1
+                self._num_moving -= count
                 self._progress_s = time.monotonic()
                 self._wake()
-            on_done(None)
+            for on_done in sent:
+                on_done(None)
 
         moves.when_done([move], moved)
 
@@ -224,6 +234,7 @@ class NcclReceiver:
         self.max_segment_bytes = arena.slot_bytes
         self._me = me
         self._arena = arena
+        self._max_group = max(1, min(MAX_GROUP, arena.num_slots // 2))
         self._nccl = nccl
         self._settings = settings
         self._server = SocketServer(
@@ -290,22 +301,34 @@ class NcclReceiver:
         if not poller.poll(TURN_MS):
             incoming.check_progress(self._settings.stall_timeout_s)
             return
+        slots: list[StagingSlot] = []
+        begun: list[Arrived] = []
+        try:
+            announced = self._announcement(connected)
+            slots.append(self._take_slot(incoming))
+            begun.append(Arrived(origin, *announced, slots[-1]))
+            while self._may_grow(begun) and poller.poll(0) and (slot := self._arena.try_take()) is not None:
+                slots.append(slot)
+                begun.append(Arrived(origin, *self._announcement(connected), slot))
+            connected.sendall(GO * len(begun))  # first: the very first message needs both sides to begin
+            still = peer.still(time.monotonic() + self._settings.stall_timeout_s)
+            incoming.add(begun, communicator, still)
+        except BaseException:
+            incoming.is_lost = True
+            communicator.abort()
+            StagingSlot.give_all_back(slots)
+            raise
+
+    def _may_grow(self, group: list[Arrived]) -> bool:
+        num_bytes = sum(arrived.header.payload_bytes for arrived in group)
+        return len(group) < self._max_group and num_bytes < GROUP_BYTES
+
+    def _announcement(self, connected: socket.socket) -> tuple[bytes, kv_pb2.SegmentHeader, bytes]:
         first = connected.recv(1)
         if not first:
             raise ConnectionLost("closed by the sender")
         deadline_s = time.monotonic() + self._settings.stall_timeout_s
-        header_bytes, header, digest = receive_header(connected, first, deadline_s, self.max_segment_bytes)
-        slot = self._take_slot(incoming)
-        arrived = Arrived(origin, header_bytes, header, digest, slot)
-        try:
-            connected.sendall(GO)  # first: the very first message needs both sides to begin
-            still = peer.still(time.monotonic() + self._settings.stall_timeout_s)
-            incoming.add(arrived, communicator, still)
-        except BaseException:
-            incoming.is_lost = True
-            communicator.abort()
-            slot.give_back()
-            raise
+        return receive_header(connected, first, deadline_s, self.max_segment_bytes)
 
     def _take_slot(self, incoming: _Incoming) -> StagingSlot:
         """While this channel waits for a slot it holds others, for messages that may never come: if all channels did
@@ -334,17 +357,18 @@ class _Incoming:
     def __exit__(self, *_: object) -> None:
         self._moves.close()
 
-    def add(self, arrived: Arrived, communicator: Communicator, still: Still) -> None:
-        move = communicator.receive(arrived.payload, still)
+    def add(self, begun: list[Arrived], communicator: Communicator, still: Still) -> None:
+        move = communicator.receive([arrived.payload for arrived in begun], still)
         self._since_s.append(time.monotonic())
 
         def moved(_: list[int]) -> None:
             self._since_s.popleft()
             if self.is_lost:
-                arrived.slot.give_back()
-            else:
+                StagingSlot.give_all_back([arrived.slot for arrived in begun])
+                return
+            for arrived in begun:
                 self._server.arrived(arrived)
-                self._server.wakeup()
+            self._server.wakeup()
 
         self._moves.when_done([move], moved)
 

@@ -1,6 +1,6 @@
 """The receiver's side of the network backends: headers come over a TCP connection, payloads as the backend says.
 
-    [kv-receive]  prefix, header --> a staging slot --> the backend's reader fills it --> arrivals
+    [kv-receive]  prefix, header --> a staging slot --> coming: the backend fills it, a few at once --> arrivals
 
 A slot into which something may still write is never used again. With the last of them the engine ends, to be started
 anew: without any it would let all senders wait, and say nothing. Lengths are checked before memory is taken for them.
@@ -9,10 +9,15 @@ Used by tcp (the payload follows on the same connection) and ucx.
 
 from __future__ import annotations
 
+import select
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import structlog
 
 from kv_transfer.backends.base import Arrived, ChannelLost, Origin, Wakeup
 from kv_transfer.backends.socket_channel import PREFIX, SocketSettings
@@ -22,16 +27,29 @@ from kv_transfer.segment import MAX_HEADER_BYTES, MalformedSegment, parse_header
 from kv_transfer.staging import SlotPool
 from pdserve.v1 import kv_pb2
 
-
-class StillWritten(ConnectionLost):
-    """Something may still write into the slot: it is never used again."""
+log = structlog.get_logger()
 
 
-FillView = Callable[[memoryview, float], None]
-"""Fill the view before the deadline (time.monotonic), or raise ConnectionLost: then nothing writes to it any more,
-unless it is StillWritten."""
+class Payloads(Protocol):
+    """What belongs to the headers of one connection, in their order. Used by one thread."""
 
-OpenPayloads = Callable[[socket.socket], AbstractContextManager[FillView]]
+    window: int
+    """So many may be asked for at once."""
+
+    def begin(self, view: Any, deadline_s: float) -> None:
+        """Ask for the next one, to be written into this view before the deadline (time.monotonic)."""
+        ...
+
+    def finish(self) -> None:
+        """Until the oldest that was asked for is there. Raises ConnectionLost when it will not be."""
+        ...
+
+    def give_up(self) -> list[bool]:
+        """No more is wanted. Of each that was asked for and is not there: whether something may still write to it."""
+        ...
+
+
+OpenPayloads = Callable[[socket.socket], AbstractContextManager[Payloads]]
 """For one welcome connection."""
 
 
@@ -111,25 +129,50 @@ class NetworkReceiver:
         return ""
 
     def _receive(self, connected: socket.socket, origin: Origin) -> None:
-        with self._open_payloads(connected) as fill:
-            while not self._server.closing:
-                self._receive_segment(connected, origin, fill)
+        coming: deque[Arrived] = deque()
+        more = select.poll()
+        more.register(connected, select.POLLIN | select.POLLRDHUP)
+        with self._open_payloads(connected) as payloads:
+            try:
+                while not self._server.closing:
+                    # Whoever hung up sends no more headers, but what is coming may still come.
+                    has_more = [events for _, events in more.poll(0)] == [select.POLLIN]
+                    if coming and (len(coming) == payloads.window or not has_more):
+                        self._finish(payloads, coming)
+                    else:
+                        self._begin(connected, origin, payloads, coming)
+            finally:
+                self._give_up(payloads, coming)
 
-    def _receive_segment(self, connected: socket.socket, origin: Origin, fill: FillView) -> None:
+    def _begin(self, connected: socket.socket, origin: Origin, payloads: Payloads, coming: deque[Arrived]) -> None:
         first = self._await_first(connected)
         deadline_s = time.monotonic() + self._settings.segment_timeout_s
         header_bytes, header, digest = receive_header(connected, first, deadline_s, self.max_segment_bytes)
-        slot = self._server.take_slot(self._arena)
+        slot = self._arena.try_take()
+        while slot is None and coming:  # else channels that wait here could hold all slots between them
+            self._finish(payloads, coming)
+            slot = self._arena.try_take()
+        if slot is None:
+            slot = self._server.take_slot(self._arena)
         try:
-            fill(slot.view[: header.payload_bytes], deadline_s)
-        except StillWritten:
-            self._lost_slots.add(slot.index)
-            raise
+            payloads.begin(slot.view[: header.payload_bytes], deadline_s)
         except BaseException:
             slot.give_back()
             raise
-        self._server.arrived(Arrived(origin, header_bytes, header, digest, slot))
+        coming.append(Arrived(origin, header_bytes, header, digest, slot))
+
+    def _finish(self, payloads: Payloads, coming: deque[Arrived]) -> None:
+        payloads.finish()
+        self._server.arrived(coming.popleft())
         self._server.wakeup()
+
+    def _give_up(self, payloads: Payloads, coming: deque[Arrived]) -> None:
+        for arrived, still_written in zip(coming, payloads.give_up(), strict=True):
+            if still_written:
+                self._lost_slots.add(arrived.slot.index)
+                log.warning("kv_slot_lost", sender=arrived.origin.sender.worker_id, lost=len(self._lost_slots))
+            else:
+                arrived.slot.give_back()
 
     def _await_first(self, connected: socket.socket) -> bytes:
         """Between segments a sender may be silent for as long as its control stream lives."""

@@ -14,9 +14,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 
 from kv_transfer.backends.base import Memory, OnLost, Wakeup
 from kv_transfer.backends.network_receiver import NetworkReceiver
@@ -76,5 +74,26 @@ class TcpChannel(SocketChannel):
             on_done(None)
 
 
-def _payloads(connected: socket.socket) -> AbstractContextManager[Callable[[memoryview, float], None]]:
-    return contextlib.nullcontext(partial(receive_into, connected))
+class TcpPayloads:
+    """One after the other, on the connection of the headers."""
+
+    window = 1
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._connected = connected
+        self._next: tuple[memoryview, float] | None = None
+
+    def begin(self, view: memoryview, deadline_s: float) -> None:
+        self._next = (view, deadline_s)
+
+    def finish(self) -> None:
+        assert self._next is not None
+        receive_into(self._connected, *self._next)
+        self._next = None
+
+    def give_up(self) -> list[bool]:
+        return [] if self._next is None else [False]
+
+
+def _payloads(connected: socket.socket) -> AbstractContextManager[TcpPayloads]:
+    return contextlib.nullcontext(TcpPayloads(connected))

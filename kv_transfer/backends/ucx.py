@@ -9,7 +9,7 @@ with nothing on its way it sleeps in the kernel on the TCP connection. That conn
 from here: it is bound to the right host, greets, and shows at once that the peer is gone. Stopped peers are the
 deadlines' business.
 
-A slot stays taken while a receive into it is pending: one that cannot be cancelled is never given back.
+A few receives are pending at once. A slot stays taken while one into it is: if that cannot be cancelled, for ever.
 
 Between GPUs the payloads stay on the devices, if UCX has its ``cuda_ipc`` lane there; without it, UCX would carry them
 through the host at a hundredth of the speed and say nothing. So a channel between devices measures itself first, and is
@@ -37,7 +37,7 @@ import structlog
 
 from kv_transfer.backends import has_rdma
 from kv_transfer.backends.base import Memory, OnDone, OnLost, Wakeup
-from kv_transfer.backends.network_receiver import FillView, NetworkReceiver, StillWritten
+from kv_transfer.backends.network_receiver import NetworkReceiver
 from kv_transfer.backends.socket_channel import PREFIX, SocketChannel, SocketSettings
 from kv_transfer.backends.sockets import ConnectionLost, receive, send_pieces
 from kv_transfer.segment import SealedSegment
@@ -66,10 +66,10 @@ MIN_GB_PER_S = 4.0
 TRIAL_TIMEOUT_S = 10.0
 ADDRESS = struct.Struct("!I")
 MAX_ADDRESS_BYTES = 65536
-WINDOW = 4
-"""Messages on their way on one channel."""
-QUICK_TURNS = 200
-"""Without progress; then naps begin."""
+WINDOW = 8
+"""Messages on their way on one channel: so many that a link stays full while each is begun, told of and ended."""
+SPIN_S = 300e-6
+"""Without progress; then naps begin, which are as long as a segment takes a GPU."""
 NAP_S = 50e-6
 LONG_NAP_S = 1e-3
 LONG_NAPS_AFTER_S = 0.02
@@ -127,14 +127,15 @@ class UcxBackend:
         return UcxWorker(self._ucx, self._context, connected, self._settings.stall_timeout_s)
 
     @contextlib.contextmanager
-    def _payloads(self, connected: socket.socket) -> Iterator[FillView]:
+    def _payloads(self, connected: socket.socket) -> Iterator[UcxWorker]:
         """The receiver's part of a channel."""
         with contextlib.closing(self._worker(connected)) as worker:
             worker.meet(connected, self._settings.handshake_timeout_s)
             if self._trial is not None:
                 for _ in range(TRIALS):
-                    worker.receive(self._trial, time.monotonic() + TRIAL_TIMEOUT_S)
-            yield worker.receive
+                    worker.begin(self._trial, time.monotonic() + TRIAL_TIMEOUT_S)
+                    worker.finish()
+            yield worker
 
 
 @dataclass(slots=True, eq=False)
@@ -144,7 +145,9 @@ class OnItsWay:
 
 
 class UcxWorker:
-    """A UCP worker, used by one thread."""
+    """A UCP worker, used by one thread. Of a receiver, it is what is coming, too (``Payloads``)."""
+
+    window = WINDOW
 
     def __init__(self, ucx: Any, context: Any, connected: socket.socket, stall_timeout_s: float) -> None:
         from ucxx._lib.arr import Array
@@ -156,6 +159,8 @@ class UcxWorker:
         self._endpoint: Any = None
         self._stall_timeout_s = stall_timeout_s
         self._count = 0
+        self._receives: deque[tuple[Any, float]] = deque()
+        """Requests and their deadlines."""
         self._hang_up = select.poll()
         self._hang_up.register(connected, select.POLLRDHUP)
 
@@ -178,36 +183,44 @@ class UcxWorker:
         with self._errors():
             return self._endpoint.tag_send(self._array(view), self._ucx.UCXXTag(self._count))
 
-    def receive(self, view: memoryview | DeviceView, deadline_s: float) -> None:
-        """Fill the view. Raises ConnectionLost when it cannot be filled, and then nothing writes to it any more."""
+    def begin(self, view: memoryview | DeviceView, deadline_s: float) -> None:
         self._count += 1
         with self._errors():
             request = self._endpoint.tag_recv(self._array(view), self._ucx.UCXXTag(self._count))
-        try:
-            self.wait(request, min(deadline_s, time.monotonic() + self._stall_timeout_s))
-        except ConnectionLost:
-            self._cancel(request)
-            raise
+        self._receives.append((request, deadline_s))
+
+    def finish(self) -> None:
+        request, deadline_s = self._receives[0]
+        self.wait(request, min(deadline_s, time.monotonic() + self._stall_timeout_s))
+        self._receives.popleft()
+
+    def give_up(self) -> list[bool]:
+        requests = [request for request, _ in self._receives]
+        self._receives.clear()
+        if requests:
+            self._close_endpoint()
+        deadline_s = time.monotonic() + CANCEL_S
+        while not all(request.completed for request in requests) and time.monotonic() < deadline_s:
+            self._worker.progress()
+            time.sleep(LONG_NAP_S)
+        return [not request.completed for request in requests]
 
     def wait(self, request: Any, deadline_s: float) -> None:
         """Drive all messages of this worker until this one is over."""
-        turns, naps_since_s = 0, 0.0
+        progress_s = time.monotonic()
         while not request.completed:
-            if self._worker.progress_once():
-                turns = 0
-                continue
-            turns += 1
-            if turns <= QUICK_TURNS:
-                continue
             now_s = time.monotonic()
-            if turns == QUICK_TURNS + 1:
-                naps_since_s = now_s
+            if self._worker.progress_once():
+                progress_s = now_s
+                continue
+            idle_s = now_s - progress_s
+            if idle_s < SPIN_S:
+                continue
             if now_s > deadline_s:
                 raise ConnectionLost("stalled: a message did not arrive in time")
-            nap_s = NAP_S if now_s - naps_since_s < LONG_NAPS_AFTER_S else LONG_NAP_S
             if self._hang_up.poll(0):
                 raise ConnectionLost("closed by the other end")
-            time.sleep(nap_s)
+            time.sleep(NAP_S if idle_s < LONG_NAPS_AFTER_S else LONG_NAP_S)
         with self._errors():
             request.check_error()
 
@@ -220,15 +233,6 @@ class UcxWorker:
         if endpoint is not None:
             with contextlib.suppress(ConnectionLost), self._errors():
                 endpoint.close_blocking(int(CANCEL_S * 1e9), 1)
-
-    def _cancel(self, request: Any) -> None:
-        deadline_s = time.monotonic() + CANCEL_S
-        self._close_endpoint()
-        while not request.completed:
-            self._worker.progress()
-            if time.monotonic() > deadline_s:
-                raise StillWritten("a receive that failed cannot be cancelled")
-            time.sleep(LONG_NAP_S)
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -46,12 +46,14 @@ class Wire:
     changed: threading.Condition = field(default_factory=threading.Condition)
     sends: list[DeviceView] = field(default_factory=list)
     receives: list[DeviceView] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
+    """How many messages were received at once."""
     aborted: set[int] = field(default_factory=set)
     may_move: bool = True
 
 
 class Move:
-    """The ``index``-th message of its rank."""
+    """Up to the ``index``-th message of its rank."""
 
     def __init__(self, wire: Wire, rank: int, index: int) -> None:
         self.wire, self.rank, self.index = wire, rank, index
@@ -79,20 +81,21 @@ class Communicator:
         self.rank = rank
         self._wire = self.wire
 
-    def send(self, view: DeviceView, still: Still) -> Move:
-        return self._post(self._wire.sends, view)
+    def send(self, views: Sequence[DeviceView], still: Still) -> Move:
+        return self._post(self._wire.sends, views)
 
-    def receive(self, view: DeviceView, still: Still) -> Move:
-        return self._post(self._wire.receives, view)
+    def receive(self, views: Sequence[DeviceView], still: Still) -> Move:
+        self._wire.groups.append(len(views))
+        return self._post(self._wire.receives, views)
 
     def abort(self) -> None:
         with self._wire.changed:
             self._wire.aborted.add(self.rank)
             self._wire.changed.notify_all()
 
-    def _post(self, queue: list[DeviceView], view: DeviceView) -> Move:
+    def _post(self, queue: list[DeviceView], views: Sequence[DeviceView]) -> Move:
         with self._wire.changed:
-            queue.append(view)
+            queue += views
             self._wire.changed.notify_all()
             return Move(self._wire, self.rank, len(queue) - 1)
 
@@ -128,11 +131,14 @@ class World:
         self.came: list[Arrived | ChannelLost] = []
 
     def send(self, count: int) -> None:
+        """In one go."""
+        segments = []
         for index in range(count):
             slot = self.p_arena.try_take()
             assert slot is not None
             header = kv_pb2.SegmentHeader(transfer_id="t", index=index, dtype="float32", payload_bytes=64)
-            self.channel.send(seal_mixed(header, slot.view[:64], mix=index), self._on_done(index, slot))
+            segments.append((seal_mixed(header, slot.view[:64], mix=index), self._on_done(index, slot)))
+        self.channel.send_all(segments)
 
     def _on_done(self, index: int, slot: StagingSlot) -> Callable[[str | None], None]:
         def on_done(error: str | None) -> None:
@@ -186,6 +192,17 @@ def test_segments_arrive_in_order_as_slots_get_free(world: World, wire: Wire) ->
     assert [arrived.header.index for arrived in world.segments] == list(range(6))
     world.wait("all slots are back", lambda: world.done == [(n, None) for n in range(6)])
     assert world.p_arena.used_bytes == world.d_arena.used_bytes == 0
+
+
+def test_what_was_announced_together_moves_together_in_half_of_the_slots_at_most(wire: Wire) -> None:
+    world = World(receiver_slots=8)
+    world.send(8)
+    world.wait("all of them", lambda: len(world.segments) == 8 and len(world.done) == 8)
+    assert wire.groups == [4, 4]
+    assert [arrived.header.index for arrived in world.segments] == list(range(8))
+    assert [view.address for view in wire.receives] == [arrived.slot.view.address for arrived in world.segments]
+    assert [view.address for view in wire.sends] == [SLOT_BYTES * n for n in range(8)]
+    world.close()
 
 
 def test_a_message_that_does_not_come_costs_its_slot_until_the_abort_only(world: World, wire: Wire) -> None:

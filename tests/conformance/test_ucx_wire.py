@@ -12,9 +12,9 @@ import pytest
 
 from kv_transfer.backends.base import Arrived, ChannelLost
 from kv_transfer.backends.handshake import greet
-from kv_transfer.backends.network_receiver import FillView, NetworkReceiver, StillWritten
+from kv_transfer.backends.network_receiver import NetworkReceiver, Payloads
 from kv_transfer.backends.socket_channel import PREFIX, SocketSettings
-from kv_transfer.backends.sockets import split_endpoint
+from kv_transfer.backends.sockets import ConnectionLost, split_endpoint
 from kv_transfer.backends.ucx import ADDRESS, UcxBackend, load_ucx
 from kv_transfer.layout import make_layout
 from kv_transfer.segment import seal
@@ -98,6 +98,16 @@ def test_a_sender_that_goes_between_announcement_and_payload_is_seen_at_once(rec
     assert receiving.arena.used_bytes == 0
 
 
+def test_payloads_that_were_announced_are_awaited_together_and_given_up_together(receiving: Receiving) -> None:
+    """Two slots, and a third announcement: it gets one as soon as there is one."""
+    client = receiving.welcome()
+    client.sendall(announcement(100_000) * 3)
+    receiving.wait("both slots are taken", lambda: receiving.arena.used_bytes == 2 * SLOT_BYTES)
+    client.close()
+    receiving.wait("the loss", lambda: bool(receiving.lost))
+    assert receiving.arena.used_bytes == 0
+
+
 def test_a_receiver_that_takes_nothing_is_lost(receiving: Receiving) -> None:
     """It has two slots, and nobody frees them."""
     arena = StagingArena(8, SLOT_BYTES)
@@ -120,12 +130,20 @@ def test_a_receiver_that_takes_nothing_is_lost(receiving: Receiving) -> None:
 def test_with_the_last_slot_that_is_still_written_the_engine_ends() -> None:
     """Else all senders would wait for ever. UCX on CPUs cancels every receive, so its part is played."""
 
-    @contextlib.contextmanager
-    def payloads(connected: socket.socket) -> Iterator[FillView]:
-        def fill(view: memoryview, deadline_s: float) -> None:
-            raise StillWritten("a receive that failed cannot be cancelled")
+    class Uncancelled:
+        window = 1
 
-        yield fill
+        def begin(self, view: memoryview, deadline_s: float) -> None:
+            pass
+
+        def finish(self) -> None:
+            raise ConnectionLost("stalled")
+
+        def give_up(self) -> list[bool]:
+            return [True]
+
+    def payloads(connected: socket.socket) -> contextlib.AbstractContextManager[Payloads]:
+        return contextlib.nullcontext(Uncancelled())
 
     arena = StagingArena(2, SLOT_BYTES)
     receiver = NetworkReceiver(ME, LAYOUT, arena, lambda: None, SETTINGS, payloads)
