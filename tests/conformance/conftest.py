@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from tests.conformance.jobs import Config
 from tests.conformance.pair import Pair
-from tests.conformance.peers import Config
 
 MakePair = Callable[..., Pair]
 

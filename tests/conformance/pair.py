@@ -13,7 +13,8 @@ from multiprocessing.connection import wait
 import torch
 
 from kv_transfer.protocol import Frame
-from tests.conformance.peers import DIM, HEADS, LAYERS, Config, Job, main
+from tests.conformance.jobs import DIM, HEADS, LAYERS, Config, Job
+from tests.conformance.peers import main
 
 TIMEOUT_S = 60.0
 SPAWN = multiprocessing.get_context("spawn")

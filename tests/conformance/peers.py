@@ -2,205 +2,34 @@
 
 On a GPU the KV memory is there, and packed and unpacked by it, as in the engines.
 
-Driven by the test through a pipe (``pair.Pair``), which also carries the control stream's frames. Blocks are given out
-in random order and scribbled over when they are freed, so that whatever is read or written too late shows. A process
-lives through many configurations, one after the other: starting one takes seconds.
+Driven by the test through a pipe (``pair.Pair``), which also carries the control stream's frames. A process lives
+through many configurations (``jobs.Config``), one after the other: starting one takes seconds.
 """
 
 from __future__ import annotations
 
 import os
-import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
 import torch
 
-from engine.kv_cache import KVCache
 from engine.wire_memory import WireMemory
 from kv_transfer import backends
-from kv_transfer.backends.base import Channel, Memory, OnDone, OnLost, SegmentSender
+from kv_transfer.backends.base import Memory
 from kv_transfer.copies import DeviceCopy
-from kv_transfer.layout import KVRange, make_layout
+from kv_transfer.layout import KVRange
 from kv_transfer.protocol import Frame
 from kv_transfer.receiver import Receiver
 from kv_transfer.receiver_port import ReceiverSettings
-from kv_transfer.segment import SealedSegment
 from kv_transfer.sender import Sender
 from kv_transfer.staging import DeviceView, SlotPool, StagingArena, address_of
-from kv_transfer.transfer import Moved, TransferKey
-from pdserve.v1 import kv_pb2
+from kv_transfer.transfer import Moved
+from tests.conformance.jobs import LAYERS, Config, Job
+from tests.conformance.pool import Pool
+from tests.conformance.tampering import Tampering
 
-LAYERS, HEADS, DIM = 4, 2, 16
 PEER = "peer"
-
-
-@dataclass(frozen=True)
-class Config:
-    """Of one peer."""
-
-    backend: str
-    worker_id: str
-    device: str = "cpu"
-    incarnation: int = 1
-    block_size: int = 16
-    dtype: str = "float32"
-    fingerprint: str = "model"
-    num_blocks: int = 512
-    slots: int = 4
-    slot_bytes: int = 64 * 1024
-    lease_s: float = 30.0
-    stall_timeout_s: float = 2.0
-    data_port: int = 0
-    tamper: str = ""
-    """What the sender's network does to one segment of each transfer: flip | drop | repeat | swap | epoch."""
-
-    def layout(self) -> kv_pb2.KVLayout:
-        return make_layout(
-            model_fingerprint=self.fingerprint,
-            num_layers=LAYERS,
-            num_kv_heads=HEADS,
-            head_dim=DIM,
-            hash_block_tokens=16,
-            block_size=self.block_size,
-            dtype=self.dtype,
-        )
-
-    def identity(self) -> kv_pb2.WorkerIdentity:
-        return kv_pb2.WorkerIdentity(worker_id=self.worker_id, incarnation=self.incarnation)
-
-
-@dataclass(frozen=True)
-class Job:
-    """One request, as both sides are told of it."""
-
-    request_id: str
-    tokens: int
-    attempt: int = 1
-    cached: int = 0
-    """Tokens that D has already."""
-    chunk: int = 32
-    layers_at_once: int = 2
-    hold_after: int | None = None
-    """P stops computing after so many chunks, until told to go on."""
-    finished: bool = False
-    timeout_s: float = 60.0
-    sender_incarnation: int = 1
-    receiver_incarnation: int = 1
-
-    @property
-    def key(self) -> TransferKey:
-        return TransferKey(f"transfer-{self.request_id}", self.attempt)
-
-    @property
-    def name(self) -> str:
-        return f"{self.request_id}/{self.attempt}"
-
-    def kv(self) -> torch.Tensor:
-        """[L, 2, K, T, D] float32: what the model would compute."""
-        generator = torch.Generator().manual_seed(sum(self.request_id.encode()) + self.tokens)
-        return torch.randn(LAYERS, 2, HEADS, self.tokens, DIM, generator=generator)
-
-
-class Pool:
-    """KV memory with the simplest of block pools."""
-
-    def __init__(self, config: Config) -> None:
-        self.dtype: torch.dtype = getattr(torch, config.dtype)
-        self.block_size = config.block_size
-        self.cache = KVCache(
-            num_layers=LAYERS,
-            num_blocks=config.num_blocks,
-            num_kv_heads=HEADS,
-            block_size=config.block_size,
-            head_dim=DIM,
-            dtype=self.dtype,
-            device=torch.device(config.device),
-        )
-        self.free = list(range(config.num_blocks))
-        random.Random(7).shuffle(self.free)
-        self.tables: dict[str, list[int]] = {}
-
-    def take(self, name: str, tokens: int) -> bool:
-        count = -(-tokens // self.block_size)
-        if count > len(self.free):
-            return False
-        self.tables[name] = [self.free.pop() for _ in range(count)]
-        return True
-
-    def release(self, name: str) -> None:
-        if name in self.tables and self.cache.copies is not None:
-            self.cache.copies.join()
-        for block in self.tables.pop(name, []):
-            for layer in self.cache.layers:
-                layer[block].fill_(float("nan"))
-            self.free.append(block)
-
-    def write(self, name: str, kv: torch.Tensor, start: int, end: int, layer_start: int, layer_end: int) -> None:
-        part = kv[layer_start:layer_end, :, :, start:end].to(self.cache.layers[0]).contiguous()
-        self.cache.unpack(
-            self.tables[name], start, end, layer_start, layer_end, part.view(torch.uint8).flatten(), self.dtype
-        )
-
-    def read(self, name: str, tokens: int) -> bytes:
-        """All of it, canonical, in the pool's own dtype."""
-        size = self.cache.packed_bytes(tokens, LAYERS, self.dtype)
-        out = torch.empty(size, dtype=torch.uint8, device=self.cache.layers[0].device)
-        self.cache.pack(self.tables[name], 0, tokens, 0, LAYERS, out, self.dtype)
-        return out.cpu().numpy().tobytes()
-
-
-class Tampering:
-    """A SegmentSender whose network is out to get us: bends the second segment, then behaves."""
-
-    def __init__(self, inner: SegmentSender, what: str) -> None:
-        self._inner = inner
-        self.arena, self.probe = inner.arena, inner.probe
-        self.close = inner.close
-        self.what = what
-        self.count = 0
-        self.held: list[tuple[SealedSegment, OnDone]] = []
-
-    def connect(self, endpoint: str, hello: kv_pb2.DataHello, on_lost: OnLost) -> Channel:
-        return TamperingChannel(self._inner.connect(endpoint, hello, on_lost), self)
-
-
-@dataclass
-class TamperingChannel:
-    inner: Channel
-    plan: Tampering
-
-    def send(self, segment: SealedSegment, on_done: OnDone) -> None:
-        self.plan.count += 1
-        if self.plan.count != 2:
-            self.inner.send(segment, on_done)
-            while self.plan.held:  # now it is late
-                self.inner.send(*self.plan.held.pop())
-            return
-        match self.plan.what:
-            case "flip":
-                flip_byte(segment.payload[len(segment.payload) // 2 :][:1])
-                self.inner.send(segment, on_done)
-            case "header":
-                header = bytearray(segment.header)
-                header[-1] ^= 1
-                self.inner.send(SealedSegment(bytes(header), segment.digest, segment.payload), on_done)
-            case "drop":
-                on_done(None)
-            case "repeat":
-                self.inner.send(segment, lambda error: None)
-                self.inner.send(segment, on_done)
-            case "swap":
-                self.plan.held.append((segment, on_done))
-
-    def send_all(self, segments: Sequence[tuple[SealedSegment, OnDone]]) -> None:
-        for segment, on_done in segments:
-            self.send(segment, on_done)
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 class Peer:
@@ -501,16 +330,6 @@ def make_arena(memory: Memory, config: Config) -> SlotPool:
     arena = StagingArena(config.slots, config.slot_bytes)
     runtime.pin(arena)
     return arena
-
-
-def flip_byte(view: memoryview | DeviceView) -> None:
-    if isinstance(view, memoryview):
-        view[0] ^= 1
-        return
-    from kv_transfer.cuda import CudaRuntime
-
-    runtime = CudaRuntime("cuda")
-    runtime.write(view.address, bytes([runtime.read(view.address, 1)[0] ^ 1]))
 
 
 def tell_ready(conn: Connection) -> None:

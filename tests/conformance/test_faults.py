@@ -9,8 +9,8 @@ import pytest
 
 from kv_transfer.protocol import Frame, Open, Ticket
 from tests.conformance.conftest import Lane, MakePair
+from tests.conformance.jobs import Job
 from tests.conformance.pair import Pair
-from tests.conformance.peers import Job
 from tests.ports import free_port
 
 HELD = {"ticket": 0, "streaming": 2}

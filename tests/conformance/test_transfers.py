@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.conformance.conftest import MakePair
+from tests.conformance.jobs import Job
 from tests.conformance.pair import Pair
-from tests.conformance.peers import Job
 
 
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 64, 300])
