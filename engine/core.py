@@ -76,6 +76,7 @@ class EngineCore:
             runner.eos_token_ids,
             runner.model_fingerprint,
             host_memory,
+            padded_rows=runner.padded_rows if isinstance(runner, AsyncRunner) else (),
         )
         self.limits = EngineLimits(runner.num_blocks, config.block_size, runner.max_model_len, runner.vocab_size)
         self.draining = False

@@ -91,6 +91,11 @@ class GpuForward:
         self._grouped = np.zeros(0, np.int64)
 
     @property
+    def padded_rows(self) -> list[int]:
+        """Of steps with prompt tokens; see ``AsyncRunner``."""
+        return self._token_sizes
+
+    @property
     def block_words(self) -> int:
         return int(self._block.numel())
 

@@ -139,6 +139,11 @@ class GpuRunner:
             graphs_s=round(time.monotonic() - measured_s, 2),
         )
 
+    @property
+    def padded_rows(self) -> list[int]:
+        """See ``engine.runner.AsyncRunner``."""
+        return self._forward.padded_rows
+
     def run(self, batch: ScheduledBatch, on_layers: OnLayers | None = None) -> SampledBatch:
         return self.launch(batch, on_layers).result()
 

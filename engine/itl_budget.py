@@ -20,11 +20,13 @@ Without the last one a step of few tokens would look as if each of them were dea
 - Outliers: a stall counts as SLOWER times what was expected, at most, once TRAINED_STEPS are known. What is much faster
   than expected counts little, too, unless it happens AGAIN times in a row: then what was remembered was wrong.
 - It aims below the budget, since times scatter (``itl_aim``).
+- Padding: a device that computes rows in certain numbers gets so many; a few that would need a larger one wait.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -145,9 +147,10 @@ class _Sums:
 
 
 class ItlBudget:
-    def __init__(self, budget_s: float, max_tokens: int) -> None:
-        """``max_tokens``: of a step in any case."""
+    def __init__(self, budget_s: float, max_tokens: int, padded_rows: Sequence[int] = ()) -> None:
+        """``max_tokens``: of a step in any case. ``padded_rows``: of mixed steps; see ``engine.runner.AsyncRunner``."""
         self._budget_s = budget_s
+        self._padded_rows = padded_rows
         self._max_tokens = max_tokens
         self._times = StepTimes()
         self._aim = Aim()
@@ -170,7 +173,7 @@ class ItlBudget:
         age = min(1.0, waited_s / AGEING_S)
         tokens = max(self._within(decodes, kv_tokens, context), self._by_age(decodes, kv_tokens, context, age))
         least = MIN_TOKENS if self._last.prefill_tokens > MIN_TOKENS else int(MIN_TOKENS * (1 + age))
-        return min(self._max_tokens, max(least, int(min(tokens, 2 * self._tried))))
+        return self._without_padding(decodes, min(self._max_tokens, max(least, int(min(tokens, 2 * self._tried)))))
 
     def step_took(self, load: StepLoad, seconds: float) -> None:
         """A step without decodes has no budget, and says nothing of those that have."""
@@ -216,8 +219,8 @@ class ItlBudget:
         within = self._within(self._last.decodes, self._last.kv_tokens, int(self._context))
         if within > 2 * self._tried:
             return 0.0
-        tokens = max(within, MIN_TOKENS)
-        return tokens / max(self._seconds_with(int(tokens)), 1e-9)
+        tokens = self._without_padding(self._last.decodes, int(max(within, MIN_TOKENS)))
+        return tokens / max(self._seconds_with(tokens), 1e-9)
 
     def _seconds_with(self, prefill_tokens: int) -> float:
         """Of a step like the last one, with so many prompt tokens."""
@@ -228,6 +231,15 @@ class ItlBudget:
         """By what is known; as many as there can be, while that is nothing."""
         left_s = self.aim_s - self._times.seconds(StepLoad(decodes, kv_tokens))
         return min(self._times.prefill_tokens(left_s, context), self._max_tokens)
+
+    def _without_padding(self, decodes: int, tokens: int) -> int:
+        """Fewer, where the last ones would have a row size of their own, most of which would be padding."""
+        sizes = self._padded_rows
+        larger = bisect_right(sizes, decodes + tokens)
+        if not 0 < larger < len(sizes):
+            return tokens
+        fitting = sizes[larger - 1] - decodes
+        return fitting if fitting >= max(MIN_TOKENS, tokens / 2) else tokens
 
     def _by_age(self, decodes: int, kv_tokens: int, context: int, age: float) -> float:
         """That take the share of the step which the first prompt has by waiting. ``age``: 0 to 1."""

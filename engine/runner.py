@@ -62,6 +62,12 @@ class PendingStep(Protocol):
 class AsyncRunner(Runner, Protocol):
     """A runner whose steps overlap with the host. At most two are launched and not read."""
 
+    @property
+    def padded_rows(self) -> Sequence[int]:
+        """A step with prompt tokens computes as many rows as the next of these, however few tokens it has; one that has
+        more than the last computes so many. Empty: all do."""
+        ...
+
     def launch(self, batch: ScheduledBatch, on_layers: Callable[[int, int], None] | None = None) -> PendingStep:
         """As ``run``, without waiting. An input token that is not known yet is the one its request drew last."""
         ...

@@ -23,7 +23,7 @@ and the one it draws as known. Blocks it writes are freed only when it is over. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -54,7 +54,9 @@ class Scheduler:
         eos_token_ids: Iterable[int],
         model_fingerprint: str,
         host_memory: HostMemory | None = None,
+        padded_rows: Sequence[int] = (),
     ) -> None:
+        """``padded_rows``: see ``engine.runner.AsyncRunner``."""
         self.config = config
         self.finish = FinishRules(eos_token_ids, max_model_len)
         self.pool = BlockPool(num_blocks)
@@ -71,7 +73,7 @@ class Scheduler:
         self.counters = EngineStats()
         self.offload = Offload(host_memory, self.counters)
         budget_s = config.itl_budget_ms / 1e3
-        self.itl_budget = ItlBudget(budget_s, config.max_num_batched_tokens) if budget_s else None
+        self.itl_budget = ItlBudget(budget_s, config.max_num_batched_tokens, padded_rows) if budget_s else None
         self._deadlines = Deadlines(self.requests)
         self._room = Room(config, self.pool, self.blocks, self.inflight, self.running, self.reservations, self.desk)
         self._step = 0

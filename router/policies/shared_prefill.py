@@ -4,11 +4,9 @@
     by a decode worker     what waits there and the prompt, at the pace that its ITL budget leaves (it says so itself)
 
 The decode worker gets it when it is sooner by a margin. Every placement counts on both sides at once, so a burst fills
-both queues evenly. A wider margin is needed to begin with it than to go on (hysteresis): a prefill worker that is only
-a little behind now and then keeps its prompts, and the decode workers their short steps. For a prompt that would keep
-the decode worker busy for long it is much wider: what it offers now says little about then. The margin shrinks where
-the decode worker lacks less of the prompt than the prefill worker: then the prefill worker would compute twice what
-the decode worker has.
+both queues evenly. For a prompt that would keep the decode worker busy for long the margin is much wider: what it
+offers now says little about then. It shrinks where the decode worker lacks less of the prompt than the prefill worker:
+then the prefill worker would compute twice what the decode worker has.
 
 Only decode workers that offer it are asked: they have an ITL budget, and room in it. A step of theirs stays within the
 budget whatever is queued, so the queue may be as long as the other one. Plain, like a policy: no clock, no network.
@@ -22,8 +20,7 @@ from typing import Protocol, TypeVar
 
 from router.policies.base import Candidate, Choice, Pool, PromptInfo
 
-BEGIN = 1.5
-GO_ON = 1.15
+SOONER = 1.15
 """The prefill worker takes so many times as long, at least."""
 MIN_GAIN_S = 0.01
 """And so much longer: less is noise."""
@@ -55,7 +52,6 @@ W = TypeVar("W", bound=Waits)
 class SharedPrefill:
     def __init__(self, seed: int | None = None) -> None:
         self._random = random.Random(seed)
-        self._goes_on = False
 
     def sooner(self, prompt: PromptInfo, choice: Choice[W], pools: Sequence[Pool[W]], now_s: float) -> list[Pool[W]]:
         """The decode workers that would have the first token by themselves sooner than the chosen pair. Empty: none."""
@@ -65,24 +61,20 @@ class SharedPrefill:
         lacks = _uncached(prompt, prefill)
         handoff_s = choice.decode.load.exposed.seconds_per_token * _uncached(prompt, choice.decode)
         limit_s = _wait_s(prefill, s_per_token, now_s) + lacks * s_per_token + handoff_s - MIN_GAIN_S
-        usual = GO_ON if self._goes_on else BEGIN
 
         def prompt_s(worker: W) -> float:
             return _uncached(prompt, worker) * _shared_s_per_token(worker, s_per_token)
 
         def is_sooner(worker: W) -> bool:
             less = _uncached(prompt, worker) / lacks
-            margin = LONG if prompt_s(worker) > LONG_S else usual
+            margin = LONG if prompt_s(worker) > LONG_S else SOONER
             needs_s = _wait_s(worker, _shared_s_per_token(worker, s_per_token), now_s) + prompt_s(worker)
             return needs_s * max(1.0, margin * min(1.0, less)) < limit_s
 
         decodes = next(pool.decodes for pool in pools if choice.decode in pool.decodes)
         if len(decodes) > MAX_LOOKED_AT:
             decodes = [choice.decode, *self._random.sample(decodes, MAX_LOOKED_AT)]
-        asked = [worker for worker in decodes if _has_room(prompt, worker)]
-        found = [worker for worker in asked if is_sooner(worker)]
-        if found or any(prompt_s(worker) <= LONG_S for worker in asked):  # else it says nothing of the queue
-            self._goes_on = bool(found)
+        found = [worker for worker in decodes if _has_room(prompt, worker) and is_sooner(worker)]
         return [Pool((), found)] if found else []
 
     def within(self, prompt: PromptInfo, pools: Sequence[Pool[W]], limit_s: float, now_s: float) -> list[Pool[W]]:

@@ -46,6 +46,7 @@ class LaunchedStep:
 
 @dataclass
 class FakeAsyncRunner(FakeRunner):
+    padded_rows: Sequence[int] = ()
     unread: list[LaunchedStep] = field(default_factory=list)
     is_done: Callable[[], bool] = lambda: True
     tokens: dict[Request, list[int]] = field(default_factory=dict)

@@ -245,6 +245,7 @@ class PlayedRunner:
     eos_token_ids = (EOS,)
     model_fingerprint = "played"
     vocab_size = VOCAB
+    padded_rows = ()
 
     def __init__(self, config: EngineConfig, device: PlayedDevice, num_blocks: int) -> None:
         self.num_blocks = num_blocks

@@ -117,6 +117,30 @@ def test_that_few_tokens_are_no_cheaper_does_not_keep_it_at_few(launch_ms: float
     assert 0.6 * best <= budget.prefill_tokens(40, 81_920) <= best
 
 
+@given(
+    decodes=st.integers(1, 400),
+    sizes=st.lists(st.integers(1, 4096), unique=True, max_size=20).map(sorted),
+    device=devices,
+)
+@settings(max_examples=60, deadline=None)
+def test_a_device_that_pads_gets_no_step_that_is_mostly_padding(decodes: int, sizes: list[int], device: Device) -> None:
+    """Two budgets that saw the same: the one that knows of the row sizes takes no more than the other, at least half of
+    that, and if less then so many that nothing is padded."""
+    plain, knowing = ItlBudget(0.02, MAX_TOKENS), ItlBudget(0.02, MAX_TOKENS, sizes)
+    for _ in range(40):
+        tokens = plain.prefill_tokens(decodes, decodes * 1024)
+        fewer = knowing.prefill_tokens(decodes, decodes * 1024)
+        assert fewer == tokens or (tokens / 2 <= fewer < tokens and fewer + decodes in sizes)
+        above = next((size for size in sizes if size >= decodes + tokens), None)
+        below = [size for size in sizes if size <= decodes + tokens]
+        if above is not None and below and below[-1] - decodes >= max(MIN_TOKENS, tokens / 2):
+            assert fewer + decodes == below[-1]
+        assert fewer >= MIN_TOKENS
+        for budget in (plain, knowing):
+            load = StepLoad(decodes, decodes * 1024, tokens, pairs(tokens, 0))
+            budget.step_took(load, device.step_s(decodes, decodes * 1024, tokens))
+
+
 def test_it_counts_how_often_the_budget_was_not_kept() -> None:
     budget = ItlBudget(0.015, MAX_TOKENS)
     for decodes, tokens, seconds in ((4, 0, 0.1), (4, 10, 0.014), (4, 10, 0.016), (0, 10, 0.1), (4, 10, 0.01)):
