@@ -133,26 +133,30 @@ class NcclChannel(SocketChannel):
         self._num_moving = 0
         self._progress_s = 0.0
         """When something last moved, or the first of what waits was announced."""
+        self._over: str | None = None
+        """Why nothing is sent any more. Set before the communicator is aborted: what ends then was not sent."""
         super().__init__(endpoint, hello, on_lost, settings)
 
     def _carry(self, connected: socket.socket) -> None:
         peer = Peer(connected)
-        why = "closed"
         communicator = self._meet(connected, peer)
         moves = CopyWaiter(lambda: None)
         try:
             try:
                 while not self._closing:
                     self._turn(connected, peer, communicator, moves)
+                self._over = "closed"
+            except (OSError, ConnectionLost, NcclError) as error:
+                self._over = self._why_lost(error)
+                raise
             finally:
                 communicator.abort()
-        except (OSError, ConnectionLost, NcclError) as error:
-            why = self._why_lost(error)
+        except NcclError as error:
             raise ConnectionLost(str(error)) from error
         finally:
             moves.close()  # what was moving is over now, and told
             for _, on_done in self._announced:
-                on_done(why)
+                on_done(self._over)
             self._announced.clear()
 
     def _meet(self, connected: socket.socket, peer: Peer) -> Communicator:
@@ -211,7 +215,7 @@ class NcclChannel(SocketChannel):
                 self._progress_s = time.monotonic()
                 self._wake()
             for on_done in sent:
-                on_done(None)
+                on_done(self._over)
 
         moves.when_done([move], moved)
 

@@ -215,6 +215,7 @@ def test_a_message_that_does_not_come_costs_its_slot_until_the_abort_only(world:
     assert not world.segments
     world.wait("the slots are back", lambda: world.d_arena.used_bytes == world.p_arena.used_bytes == 0)
     assert "stalled" in world.lost[0] + world.losses[0]
+    assert world.done == [(0, world.lost[0])]  # not as if it had been sent
 
 
 def test_a_dead_sender_is_seen_at_once_and_its_message_aborted(world: World, wire: Wire) -> None:
