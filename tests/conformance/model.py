@@ -10,14 +10,13 @@ incarnation of P packed it for which request, so that KV from anywhere else show
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kv_transfer.backends.base import Arrived, ChannelLost
 from kv_transfer.protocol import Frame
 from kv_transfer.segment import parse_header
 from kv_transfer.send_transfer import SendTransfer
-from kv_transfer.transfer import EDGES, TransferKey, TransferState
+from kv_transfer.transfer import TransferKey, TransferState
 from tests.conformance.model_sides import LAYERS, LEASE_S, Channel, D, P, Violation, require
 
 Action = tuple[str, ...]
@@ -399,54 +398,3 @@ def _sent(transfer: SendTransfer) -> tuple[int, int]:
 
 def _epoch(frame: Frame) -> object:
     return getattr(frame.body, "epoch", None) or getattr(frame.body, "num_segments", None)
-
-
-@dataclass
-class Found:
-    states: int = 0
-    edges: set[tuple[TransferState, TransferState]] = field(default_factory=set)
-    published: int = 0
-
-
-def search(scenario: Scenario, at_each: Callable[[World], None] = lambda world: None) -> Found:
-    """Every state that can be reached, once. Raises Violation with the way to it."""
-    found = Found()
-    seen: set[tuple[object, ...]] = set()
-    ways: list[tuple[Action, ...]] = [()]
-    while ways:
-        way = ways.pop()
-        world = replay(scenario, way)
-        for action in world.actions():
-            next_world = replay(scenario, way)
-            try:
-                next_world.do(action)
-                next_world.check()
-                found.edges |= next_world.edges
-                require(next_world.edges <= ALLOWED, "only edges of the table are taken")
-                state = next_world.fingerprint()
-                if state in seen:
-                    continue
-                seen.add(state)
-                found.published += "published" in next_world.d.ended.values()
-                at_each(next_world)
-                next_world.check_end()
-            except Violation as violation:
-                raise Violation(f"{violation}; after {[*way, action]}") from violation
-            ways.append((*way, action))
-    found.states = len(seen)
-    return found
-
-
-def replay(scenario: Scenario, way: tuple[Action, ...]) -> World:
-    world = World(scenario)
-    for action in way:
-        world.do(action)
-    return world
-
-
-ALLOWED = {(before, after) for before, afters in EDGES.items() for after in afters} | {
-    # One action may take two edges.
-    (TransferState.HANDSHAKING, TransferState.DONE),
-    (TransferState.HANDSHAKING, TransferState.TRANSFERRING),
-    (TransferState.READY, TransferState.DONE),
-}

@@ -15,7 +15,8 @@ from kv_transfer.receive_transfer import ReceiveTransfer
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.transfer import EDGES, TransferKey, TransferState
-from tests.conformance.model import Scenario, Violation, World, require, search
+from tests.conformance.model import Scenario, Violation, World, require
+from tests.conformance.search import search
 
 NETWORK = frozenset({"lose", "repeat", "reorder", "break"})
 SIDES = frozenset({"abort", "stop"})
