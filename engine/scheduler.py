@@ -174,6 +174,8 @@ class Scheduler:
             if budget and request.status is RequestStatus.RUNNING:
                 budget -= self._put(items, request, budget)
         while budget and self._room.has_seat():
+            if self.granted and self._ends_with_its_prompts(items, budget):
+                break
             request_or_none = self._admit_next(now_s)
             if request_or_none is None:
                 break
@@ -182,6 +184,12 @@ class Scheduler:
         items.sort(key=lambda item: item.num_tokens > 1)
         self._stuck = not items
         return ScheduledBatch(items, self._step, self.offload.take_copies())
+
+    def _ends_with_its_prompts(self, items: list[ScheduledItem], budget: int) -> bool:
+        """P: a step that is large already ends here. Another prompt would be no faster in it than in the next one, and
+        those that are done would wait for it."""
+        is_large = 2 * budget <= self.config.max_num_batched_tokens
+        return is_large and any(item.needs_sample and item.request.sends_kv for item in items)
 
     def _within_itl_budget(self, budget: int, decodes: int, kv_tokens: int, first: Request | None, now_s: float) -> int:
         """What of the step's budget prefills may have, ``first`` before the others. Decodes that are to come count."""

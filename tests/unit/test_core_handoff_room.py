@@ -6,7 +6,7 @@ import pytest
 
 from engine.messages import ErrorCode, FinishReason
 from engine.request import RequestStatus
-from tests.unit.fake_runner import make_message, oracle
+from tests.unit.fake_runner import FakeRunner, make_message, oracle
 from tests.unit.handoff_cluster import Cluster
 from tests.unit.handoff_link import receive_kv, send_kv
 
@@ -236,3 +236,15 @@ def test_a_released_reservation_waits_for_another_attempt() -> None:
     cluster.p.add(make_message("r", range(12), 4, ignore_eos=True, handoff=send_kv()))
     cluster.run()
     assert cluster.tokens("r") == oracle(message, 64)[0]
+
+
+def test_a_large_step_of_p_ends_with_the_prompts_that_it_completes() -> None:
+    """Two prompts of half a step each: together they would both be done when the second one is."""
+    cluster = Cluster({"max_num_batched_tokens": 16, "num_blocks": 64}, {"num_blocks": 64})
+    for token, (name, length) in enumerate([("a", 8), ("b", 8), ("c", 3), ("d", 4), ("e", 8), ("f", 30), ("g", 2)]):
+        cluster.add(name, [token] * length, 4)
+    cluster.run()
+    assert isinstance(cluster.p.runner, FakeRunner)
+    steps = ["".join(name for name, _, _ in batch) for batch in cluster.p.runner.batches]
+    # Small ones fill half of a step or more; a long one fills whole ones.
+    assert steps == ["a", "b", "cde", "f", "f", "g"]
