@@ -249,3 +249,29 @@ def test_the_data_plane_refuses_a_ticket_of_another_incarnation(pair: Pair) -> N
     pair.run_to_end(job)
     assert "incarnation" in str(pair.p.of("failed", job.name)[0][2])
     pair.assert_at_rest()
+
+
+def test_channels_that_come_and_go_leave_nothing(make_pair: MakePair) -> None:
+    """Each loss of the peers to each other ends a channel, each job makes a new one."""
+    pair = make_pair()
+
+    def some(name: str, count: int) -> None:
+        for n in range(count):
+            job = Job(f"{name}-{n}", 40)
+            pair.start(job)
+            pair.run_to_end(job)
+            pair.assert_published(job)
+            for side in (pair.p, pair.d):
+                side.command("peer_lost")
+
+    def left() -> list[object]:
+        return [pair.stats(side)[what] for side in (pair.p, pair.d) for what in ("fds", "threads")]
+
+    some("first", 5)
+    pair.run_for(0.5)
+    before = left()
+    some("then", 20)
+    pair.run_until(
+        lambda: all(now <= was for now, was in zip(left(), before, strict=True)), f"it is as before: {before}"
+    )  # type: ignore[operator]
+    pair.assert_at_rest()
