@@ -4,9 +4,10 @@
     by a decode worker     what waits there and the prompt, at the pace that its ITL budget leaves (it says so itself)
 
 The decode worker gets it when it is sooner by a margin. Every placement counts on both sides at once, so a burst fills
-both queues evenly. For a prompt that would keep the decode worker busy for long the margin is much wider: what it
-offers now says little about then. It shrinks where the decode worker lacks less of the prompt than the prefill worker:
-then the prefill worker would compute twice what the decode worker has.
+both queues evenly. The margin is wider where the prefill worker has a part of the prompt, whose rest it would lack the
+next time, and much wider for a prompt that would keep the decode worker busy for long: what that offers now says little
+about then. It shrinks where the decode worker lacks less of the prompt than the prefill worker: then the prefill worker
+would compute twice what the decode worker has.
 
 Only decode workers that offer it are asked: they have an ITL budget, and room in it. A step of theirs stays within the
 budget whatever is queued, so the queue may be as long as the other one. Plain, like a policy: no clock, no network.
@@ -22,6 +23,8 @@ from router.policies.base import Candidate, Choice, Pool, PromptInfo
 
 SOONER = 1.15
 """The prefill worker takes so many times as long, at least."""
+SOONER_THAN_KNOWN = 1.5
+"""Where it has a part of the prompt."""
 MIN_GAIN_S = 0.01
 """And so much longer: less is noise."""
 LONG_S = 1.0
@@ -60,6 +63,7 @@ class SharedPrefill:
             return []
         lacks = _uncached(prompt, prefill)
         handoff_s = choice.decode.load.exposed.seconds_per_token * _uncached(prompt, choice.decode)
+        usual = SOONER if lacks == prompt.num_tokens else SOONER_THAN_KNOWN
         limit_s = _wait_s(prefill, s_per_token, now_s) + lacks * s_per_token + handoff_s - MIN_GAIN_S
 
         def prompt_s(worker: W) -> float:
@@ -67,7 +71,7 @@ class SharedPrefill:
 
         def is_sooner(worker: W) -> bool:
             less = _uncached(prompt, worker) / lacks
-            margin = LONG if prompt_s(worker) > LONG_S else SOONER
+            margin = LONG if prompt_s(worker) > LONG_S else usual
             needs_s = _wait_s(worker, _shared_s_per_token(worker, s_per_token), now_s) + prompt_s(worker)
             return needs_s * max(1.0, margin * min(1.0, less)) < limit_s
 

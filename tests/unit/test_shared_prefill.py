@@ -76,6 +76,16 @@ def test_its_own_queue_and_what_it_has_cached_count() -> None:
     assert helpers(SharedPrefill(), busy, d, prompt=cached) == []
 
 
+def test_a_conversation_that_the_prefill_worker_knows_leaves_it_for_more_only() -> None:
+    """Both have its first 200 tokens: 0.16 s by the decode worker, 0.08 s and the queue by the other."""
+    d, known = Worker("d0", offer()), {"p0": 200, "d0": 200}
+    for queued, expected in ((1700, []), (1800, ["d0"])):
+        prompt = PromptInfo(1000, 64, cached_tokens=known)
+        assert helpers(SharedPrefill(), Worker("p0", queued=queued), d, prompt=prompt) == expected
+    new = PromptInfo(800, 64)
+    assert helpers(SharedPrefill(), Worker("p0", queued=1300), d, prompt=new) == ["d0"]
+
+
 def test_no_margin_is_needed_where_the_decode_worker_has_what_the_prefill_worker_lacks() -> None:
     """It computed the conversation so far by itself."""
     idle = Worker("p0")
