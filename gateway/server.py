@@ -14,7 +14,9 @@ import asyncio
 import contextlib
 import signal
 import socket
+import time
 from collections.abc import Iterator
+from typing import cast
 
 import grpc
 import structlog
@@ -24,9 +26,12 @@ from fastapi import FastAPI
 from gateway.config import GatewayConfig
 from gateway.grpc_service import serve_grpc
 from gateway.serving import Gateway
+from gateway.silent_connections import SWEEP_S, Connection, SilentConnections
 
 KEEP_ALIVE_S = 75
 """Longer than clients and proxies keep an idle connection, so that they close it first."""
+SILENT_S = 90
+"""A connection that does not even begin a request, or does not go on with one, is closed."""
 CLOSE_S = 1
 """For what is left after the drain, of HTTP and then of gRPC."""
 
@@ -54,6 +59,8 @@ class GatewayServer(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
         self._patience: asyncio.Timeout | None = None
         """Of the drain with what runs."""
+        self._silent = SilentConnections(SILENT_S)
+        self._next_sweep_s = 0.0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Raises OSError when the gRPC port cannot be had."""
@@ -66,6 +73,13 @@ class GatewayServer(uvicorn.Server):
             host, port = sockets[0].getsockname()[:2]
             own = {} if self._settings.own_port is None else {"own_port": self._settings.own_port}
             log.info("ready", host=host, port=port, grpc_port=grpc_port, **own)
+
+    async def on_tick(self, counter: int) -> bool:
+        now_s = time.monotonic()
+        if now_s >= self._next_sweep_s:
+            self._next_sweep_s = now_s + SWEEP_S
+            self._silent.sweep(cast("set[Connection]", self.server_state.connections), now_s)
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """gRPC's first, as the router sessions are closed with the app."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import resource
 import signal
@@ -26,8 +27,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @contextmanager
-def gateway(*flags: str) -> Iterator[subprocess.Popen[str]]:
-    argv = [sys.executable, "-m", "gateway", *flags]
+def gateway(*flags: str, setting: str = "") -> Iterator[subprocess.Popen[str]]:
+    """``setting``: what is done to its modules before it starts."""
+    start = f"{setting}; import typer; from gateway.__main__ import main; typer.run(main)"
+    argv = [sys.executable, *(("-c", start) if setting else ("-m", "gateway")), *flags]
     process = subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     try:
         yield process
@@ -104,6 +107,37 @@ def test_a_taken_port(model_dir: Path) -> None:
         port = log_line(first, "ready")["port"]
         with gateway(*flags, "--port", str(port)) as second:
             assert str(port) in log_line(second, "cannot start")["reason"]
+
+
+IMPATIENT = "from gateway import http, server; http.BODY_TIMEOUT_S = server.KEEP_ALIVE_S = server.SILENT_S = 1"
+
+
+def test_clients_that_say_nothing_or_half_of_it(model_dir: Path) -> None:
+    """None of them keeps its connection; one that goes on asking does."""
+    flags = ("--model", str(model_dir), "--port", "0", "--router", "127.0.0.1:9")
+    with gateway(*flags, setting=IMPATIENT) as process, contextlib.ExitStack() as stack:
+        port = log_line(process, "ready")["port"]
+        silent, half, kept, slow = (
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30)) for _ in range(4)
+        )
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+        kept.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\nGET /li")
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
+        asking = stack.enter_context(contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)))
+        asking.connect()
+        connection = asking.sock
+        for _ in range(20):
+            asking.request("GET", "/live")
+            assert asking.getresponse().read()
+            time.sleep(0.2)
+        assert asking.sock is connection
+        assert (to_its_end(silent), to_its_end(half)) == (b"", b"")
+        assert to_its_end(kept).startswith(b"HTTP/1.1 200")
+        assert b"request_timeout" in to_its_end(slow)
+
+
+def to_its_end(connection: socket.socket) -> bytes:
+    return b"".join(iter(lambda: connection.recv(1000), b""))
 
 
 def test_a_stopped_gateway_lets_streams_end(model_dir: Path) -> None:
