@@ -13,12 +13,16 @@ import threading
 import time
 from collections.abc import Callable
 
+import structlog
+
 from kv_transfer.backends.base import Arrived, ChannelLost, Origin, Wakeup
 from kv_transfer.backends.handshake import welcome
 from kv_transfer.backends.sockets import ConnectionLost, configure, set_kernel_timeouts, shutdown
 from kv_transfer.segment import MalformedSegment
 from kv_transfer.staging import SlotPool, StagingSlot
 from pdserve.v1 import kv_pb2
+
+log = structlog.get_logger()
 
 Receive = Callable[[socket.socket, Origin], None]
 """Takes what comes on a welcome connection until ``SocketServer.closing``; raises when the connection is lost."""
@@ -106,15 +110,21 @@ class SocketServer:
                     return
                 time.sleep(0.05)  # out of file descriptors, or a client that left at once: neither ends the listener
                 continue
-            thread = threading.Thread(target=self._serve, args=(connected,), name="kv-receive", daemon=True)
-            with self._lock:
-                taken = not self.closing and len(self._connections) < self._max_connections
-                if taken:
-                    self._connections[thread] = (connected, None)
-            if taken:
-                thread.start()
-            else:
+            if not self._take(connected):
                 connected.close()
+
+    def _take(self, connected: socket.socket) -> bool:
+        thread = threading.Thread(target=self._serve, args=(connected,), name="kv-receive", daemon=True)
+        with self._lock:
+            if self.closing or len(self._connections) >= self._max_connections:
+                return False
+            try:
+                thread.start()  # under the lock: ``close`` joins what has started
+            except RuntimeError as error:  # no threads left, for now: the sender sees it closed, and tries again
+                log.warning("kv_connection_not_taken", reason=str(error))
+                return False
+            self._connections[thread] = (connected, None)
+        return True
 
     def _serve(self, connected: socket.socket) -> None:
         origin: Origin | None = None

@@ -106,6 +106,27 @@ def packet(index: int, payload: bytes) -> bytes:
     return PREFIX.pack(len(head), len(payload), digest(head, memoryview(payload))) + head + payload
 
 
+def test_without_threads_left_connections_are_closed_and_later_ones_are_taken(
+    receiving: Receiving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = threading.Thread.start
+    refused: list[str] = []
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "kv-receive" and not refused:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        started(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with receiving.connect() as client:
+        assert is_closed(client)
+    client, refusal = receiving.greet()
+    assert refused
+    assert refusal == ""
+    client.close()
+
+
 @pytest.mark.parametrize(
     "garbage",
     [
