@@ -20,13 +20,14 @@ Without the last one a step of few tokens would look as if each of them were dea
 - Outliers: a stall counts as SLOWER times what was expected, at most, once TRAINED_STEPS are known. What is much faster
   than expected counts little, too, unless it happens AGAIN times in a row: then what was remembered was wrong.
 - It aims below the budget, since times scatter (``itl_aim``).
-- Padding: a device that computes rows in certain numbers gets so many; a few that would need a larger one wait.
+- Padding: rows that are computed in any case cost what tokens do, so steps are remembered with them; and a device that
+  computes certain numbers of rows gets so many: a few tokens that would need a larger one wait.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -173,11 +174,13 @@ class ItlBudget:
         age = min(1.0, waited_s / AGEING_S)
         tokens = max(self._within(decodes, kv_tokens, context), self._by_age(decodes, kv_tokens, context, age))
         least = MIN_TOKENS if self._last.prefill_tokens > MIN_TOKENS else int(MIN_TOKENS * (1 + age))
-        return self._without_padding(decodes, min(self._max_tokens, max(least, int(min(tokens, 2 * self._tried)))))
+        if tokens > 2 * self._tried:  # it is only growing
+            return min(self._max_tokens, max(least, int(2 * self._tried)))
+        return self._without_padding(decodes, min(self._max_tokens, max(least, int(tokens))))
 
     def step_took(self, load: StepLoad, seconds: float) -> None:
         """A step without decodes has no budget, and says nothing of those that have."""
-        self._last = load
+        self._last = load = self._with_padding(load)
         decodes, kv_tokens, prefill_tokens, _ = load
         if not decodes or seconds <= 0:
             return
@@ -225,12 +228,20 @@ class ItlBudget:
     def _seconds_with(self, prefill_tokens: int) -> float:
         """Of a step like the last one, with so many prompt tokens."""
         pairs = int(prefill_tokens * (self._context + prefill_tokens / 2))
-        return self._times.seconds(self._last._replace(prefill_tokens=prefill_tokens, prefill_pairs=pairs))
+        load = self._last._replace(prefill_tokens=prefill_tokens, prefill_pairs=pairs)
+        return self._times.seconds(self._with_padding(load))
 
     def _within(self, decodes: int, kv_tokens: int, context: int) -> float:
         """By what is known; as many as there can be, while that is nothing."""
         left_s = self.aim_s - self._times.seconds(StepLoad(decodes, kv_tokens))
         return min(self._times.prefill_tokens(left_s, context), self._max_tokens)
+
+    def _with_padding(self, load: StepLoad) -> StepLoad:
+        """As a step of prompt tokens that are as many as the rows that are computed."""
+        sizes, rows = self._padded_rows, load.decodes + load.prefill_tokens
+        if not load.prefill_tokens or not sizes or rows > sizes[-1]:
+            return load
+        return load._replace(prefill_tokens=sizes[bisect_left(sizes, rows)] - load.decodes)
 
     def _without_padding(self, decodes: int, tokens: int) -> int:
         """Fewer, where the last ones would have a row size of their own, most of which would be padding."""

@@ -8,6 +8,7 @@ from engine.batch import SampledBatch, ScheduledBatch
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.itl_budget import MIN_TOKENS
+from tests.unit.fake_async_runner import FakeAsyncRunner, LaunchedStep
 from tests.unit.fake_runner import FakeRunner, make_core, make_message, oracle
 from tests.unit.handoff_link import Clock, Link, receive_kv
 from tests.unit.leaks import assert_no_leak, check_books
@@ -68,6 +69,38 @@ def test_a_step_that_decodes_stays_within_the_budget() -> None:
     assert beside[0] <= 2 * MIN_TOKENS  # nothing is known yet
     assert max(beside) <= 98
     assert max(beside[8:]) >= 70
+    assert_no_leak(core)
+
+
+class PaddingRunner(FakeAsyncRunner):
+    """Each row takes a millisecond, and rows are padded."""
+
+    clock: Clock
+
+    def execute(self, step: LaunchedStep) -> None:
+        rows = sum(item.end - item.start for item in step.items)
+        self.clock.now_s += 1e-3 * next(size for size in self.padded_rows if size >= rows)
+        super().execute(step)
+
+
+def test_prompt_tokens_fill_the_rows_that_a_device_computes_in_any_case() -> None:
+    config = EngineConfig(
+        model="fake", block_size=4, hash_block_tokens=2, max_num_batched_tokens=256, itl_budget_ms=120
+    )
+    clock = Clock()
+    runner = PaddingRunner(config, num_blocks=1024, max_model_len=MAX_LEN, padded_rows=(1, 2, 3, 48, 96, 144, 256))
+    runner.clock = clock
+    core = EngineCore(config, runner, clock=clock)
+    messages = [make_message(name, [1, 2], 60, ignore_eos=True) for name in ("a", "b")]
+    messages.append(make_message("long", [n % 50 for n in range(1900)], 3, ignore_eos=True))
+    for message in messages:
+        core.add(message)
+    tokens = run(core)
+    for message in messages:
+        assert tokens[message.request_id] == oracle(message, MAX_LEN)[0]
+    beside = [sum(tokens for *_, tokens in batch) for batch in runner.batches if len(batch) == 3 and batch[-1][2] > 1]
+    assert set(beside[5:-2]) <= {48, 96}
+    assert beside[5:-2].count(96) > 3 * beside[5:-2].count(48)
     assert_no_leak(core)
 
 
