@@ -28,6 +28,8 @@ _BENCH_NEEDS = {
     "serve": ("aiohttp", "pip install -e '.[bench]'"),
     "kernels": ("triton", "it measures a CUDA GPU's kernels, and comes with torch's CUDA build"),
 }
+_SERVICES_NEED = "structlog"
+"""Of what the extra ``serve`` installs the one that every process of ours imports first."""
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -111,6 +113,7 @@ def up(
     config: Annotated[Path | None, typer.Option(help="YAML file with these settings; flags win.")] = None,
 ) -> None:
     """Start a whole cluster on this host, ask it something, and keep it running until Ctrl-C."""
+    _check_services("up")
     from pdserve.up.errors import UpError
     from pdserve.up.run import up as run_up
     from pdserve.up.settings import load_settings
@@ -169,30 +172,35 @@ def doctor(
 @app.command(context_settings=_PASS_ON)
 def gateway(context: typer.Context) -> None:
     """Run a gateway (its own flags: pdserve gateway --help)."""
+    _check_services("gateway")
     _exec("gateway", context.args)
 
 
 @app.command(context_settings=_PASS_ON)
 def router(context: typer.Context) -> None:
     """Run a router (its own flags: pdserve router --help)."""
+    _check_services("router")
     _exec("router", context.args)
 
 
 @app.command(context_settings=_PASS_ON)
 def prefill(context: typer.Context) -> None:
     """Run a prefill worker (its own flags: pdserve prefill --help)."""
+    _check_services("prefill")
     _exec("prefill_service", context.args)
 
 
 @app.command(context_settings=_PASS_ON)
 def decode(context: typer.Context) -> None:
     """Run a decode worker (its own flags: pdserve decode --help)."""
+    _check_services("decode")
     _exec("decode_service", context.args)
 
 
 @app.command(context_settings=_PASS_ON)
 def drain(context: typer.Context) -> None:
     """Let a worker finish and leave (flags: pdserve drain --help)."""
+    _check_services("drain")
     _exec("worker.drain_command", context.args)
 
 
@@ -213,6 +221,12 @@ def bench(context: typer.Context, what: Annotated[str, typer.Argument(help=", ".
     if importlib.util.find_spec(package) is None:
         _fail(f"`bench {what}` needs {package}: {remedy}")
     _exec(_BENCHES[what], context.args)
+
+
+def _check_services(command: str) -> None:
+    """The SDK alone, which is what a plain ``pip install pdserve`` gives, has no services."""
+    if importlib.util.find_spec(_SERVICES_NEED) is None:
+        _fail(f"`{command}` needs what the services need: pip install 'pdserve[serve]', or `make up` in the repository")
 
 
 def _exec(module: str, args: list[str]) -> NoReturn:

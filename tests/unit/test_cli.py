@@ -40,6 +40,20 @@ def test_a_benchmark_that_cannot_run_is_one_line(
     assert result.output.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["up", "gateway", "router", "prefill", "decode", "drain"])
+def test_the_sdk_alone_has_no_services(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    find_spec = importlib.util.find_spec
+
+    def without(name: str, *rest: Any) -> Any:
+        return None if name == "structlog" else find_spec(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    result = CliRunner().invoke(app, [command])
+    assert result.exit_code == 1
+    assert result.output.startswith(f"pdserve: `{command}` needs what the services need: pip install 'pdserve[serve]'")
+    assert result.output.count("\n") == 1
+
+
 MODULES = (
     "gateway.__main__",
     "router.__main__",
