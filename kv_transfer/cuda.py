@@ -104,6 +104,18 @@ class CudaRuntime:
         at_end = weakref.finalize(arena, self._let_go, "cudaHostUnregister", address)
         at_end.atexit = False  # the driver unpins what is left when the process ends
 
+    def make_stream(self) -> torch.cuda.ExternalStream:
+        """One of its own. Those that torch makes are 32 a device, given out in turn: a kernel that waits for another
+        process would some day wait on the stream of the engine's steps."""
+        stream = ctypes.c_void_p()
+        non_blocking = 1
+        self._call("cudaStreamCreateWithFlags", ctypes.byref(stream), ctypes.c_uint(non_blocking))
+        return torch.cuda.ExternalStream(stream.value, device=torch.device("cuda", self.index))  # type: ignore[no-untyped-call]
+
+    def end_stream(self, stream: torch.cuda.ExternalStream) -> None:
+        """Nothing is launched on it any more; what was, ends."""
+        self._call("cudaStreamDestroy", ctypes.c_void_p(stream.cuda_stream))
+
     def make_current(self) -> None:
         """For the calling thread."""
         self._check("cudaSetDevice", self._library.cudaSetDevice(self.index))

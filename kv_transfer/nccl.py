@@ -115,9 +115,10 @@ class Communicator:
         self._runtime = runtime
         self._other = 1 - rank
         free_bytes = torch.cuda.mem_get_info(runtime.index)[0]
-        self._stream = torch.cuda.Stream(runtime.index)  # type: ignore[no-untyped-call]
-        self._handle: ctypes.c_void_p | None = nccl.begin(unique_id, rank)
+        self._stream: torch.cuda.ExternalStream | None = runtime.make_stream()
+        self._handle: ctypes.c_void_p | None = None
         try:
+            self._handle = nccl.begin(unique_id, rank)
             self._settle("ncclCommInitRankConfig", still)
         except BaseException:
             self.abort()
@@ -135,13 +136,20 @@ class Communicator:
 
     def abort(self) -> None:
         """What is under way ends, whatever the other rank does; it is over when this returns."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            self._nccl.call("ncclCommAbort", handle)
-            self._stream.synchronize()
+        if self._stream is None:
+            return
+        handle, stream = self._handle, self._stream
+        self._handle = self._stream = None
+        try:
+            if handle is not None:
+                self._nccl.call("ncclCommAbort", handle)
+                stream.synchronize()
+        finally:
+            self._runtime.end_stream(stream)
 
     def _start(self, name: str, views: Sequence[DeviceView], still: Still) -> Move:
         """As a group: one kernel for all of them."""
+        assert self._stream is not None, "aborted"
         stream = ctypes.c_void_p(self._stream.cuda_stream)
         self._nccl.call("ncclGroupStart")
         try:
