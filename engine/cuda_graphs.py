@@ -125,7 +125,10 @@ def decode_buckets(most: int) -> list[int]:
 
 
 def token_buckets(most: int) -> list[int]:
-    """Token counts of piecewise graphs up to ``most``, by a third at most from 64 on. Not 224 and 448: on an H200
-    an 8B model's products of so many rows take as long as those of 256, and longer than those of 512."""
-    steps = ((16, 128, 16), (128, 224, 32), (256, 448, 64), (512, 1024, 128), (1024, most + 1, 256))
+    """Token counts of graphs of steps with prompts up to ``most``, by a third at most from 64 on. Not 224, 448: on an
+    H200 an 8B model's products of so many rows take as long as those of 256, and longer than those of 512."""
+    steps = (
+        (16, 128, 16), (128, 224, 32), (256, 448, 64), (512, 1024, 128), (1024, 2048, 256), (2048, 8192, 512),
+        (8192, most + 1, 2048),
+    )  # fmt: skip
     return [size for start, stop, step in steps for size in range(start, stop, step) if size <= most]

@@ -6,7 +6,7 @@ the KV cache or the sampling. Made and called by the GPU runner. Four ways, by w
     decode    only decodes               one graph of the next larger batch size, with or without cascade
     prompts   few tokens, of few prompts one graph of the next larger token count
     pieces    few other tokens           graphs between attention calls, of the next larger token count
-    eager     more tokens                exact sizes; launching takes less than they do
+    eager     more tokens                exact sizes; the device takes longer than launching
 
 Where KV leaves before the step is over, ``after_layer`` is called when what writes a layer's KV is launched: between
 pieces, for the layers of a group of prompts' graphs, or for all layers after a graph of decodes.
@@ -20,18 +20,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.batch import ForwardBatch
+from engine.batch import ForwardBatch, ScheduledBatch
 from engine.cuda_graphs import AfterLayer, CapturedForward, decode_buckets, token_buckets
 from engine.gpu_batch import Ints, PackedStep, RequestSlots, StepLayout
 from engine.kernels.cascade_attention import CascadePlan
 from engine.kernels.cascade_plan import CascadeCost, SharedRange, choose_groups, find_groups
 from engine.kernels.step_inputs import prepare, update_table
 from engine.kernels.triton_gpu import TritonKernels
+from engine.launch_cost import LaunchCost
 from engine.model_config import ModelConfig
 from engine.models import CausalLM
 
-MAX_GRAPH_TOKENS = 2048
-"""Larger steps take the device longer than the host takes to launch them."""
 _MOST_PROMPTS = 32
 """Requests of a graph of prompts: their attention has so many, the last ones empty. It is another kernel for more."""
 
@@ -66,7 +65,8 @@ class GpuForward:
         self._max_rows = slots.num_slots
         self._most_prompts = min(_MOST_PROMPTS, self._max_rows)
         self._decode_sizes = decode_buckets(self._max_rows)
-        self._token_sizes = token_buckets(min(MAX_GRAPH_TOKENS, max_tokens))
+        self._launch_cost = LaunchCost(config)
+        self._token_sizes = token_buckets(min(self._launch_cost.max_tokens, max_tokens))
         words = max(StepLayout(max_tokens, self._max_rows).words, StepLayout(self._max_rows, self._max_rows).words)
 
         def ints(*shape: int) -> torch.Tensor:
@@ -99,15 +99,20 @@ class GpuForward:
     def block_words(self) -> int:
         return int(self._block.numel())
 
-    def shape_of(self, num_requests: int, num_tokens: int, *, has_decodes: bool = True) -> StepShape:
-        if num_tokens == num_requests:
-            rows = self._decode_size(num_requests)
-            return StepShape("decode", *self._static(rows, rows))
-        if self._token_sizes and num_tokens <= self._token_sizes[-1]:
-            tokens = next(size for size in self._token_sizes if size >= num_tokens)
-            kind = "prompts" if not has_decodes and num_requests <= self._most_prompts else "pieces"
-            return StepShape(kind, *self._static(tokens, self._max_rows))
-        return self._eager(num_requests, num_tokens)
+    def shape_of(self, batch: ScheduledBatch) -> StepShape:
+        requests, tokens = len(batch.items), batch.num_tokens
+        if tokens == requests:
+            return self.decode_shape(requests)
+        larger = [size for size in self._token_sizes if size >= tokens]
+        if not larger or not self._launch_cost.may_exceed(tokens, batch.load().prefill_pairs):
+            return self._eager(requests, tokens)
+        has_decodes = batch.items[0].num_tokens == 1  # they come first
+        kind = "pieces" if has_decodes or requests > self._most_prompts else "prompts"
+        return StepShape(kind, *self._static(larger[0], self._max_rows))
+
+    def decode_shape(self, requests: int) -> StepShape:
+        rows = self._decode_size(requests)
+        return StepShape("decode", *self._static(rows, rows))
 
     def _eager(self, num_requests: int, num_tokens: int) -> StepShape:
         layout = StepLayout(num_tokens, self._decode_size(num_requests))
@@ -167,8 +172,8 @@ class GpuForward:
             self._finish(*self._model.attend(batch, self._kv_layers, narrow=True))
 
     def rehearse(self) -> None:
-        """Launch whatever steps of up to ``MAX_GRAPH_TOKENS`` tokens launch; for ``compile_ahead``, where nothing
-        runs. Kernels differ by powers of two of the rows, from 16 on: one size of each will do.
+        """Launch whatever steps that run from graphs launch; for ``compile_ahead``, where nothing runs. Kernels differ
+        by powers of two of the rows, from 16 on: one size of each will do.
         """
         for rows in _kinds(self._decode_sizes):
             self.run_blank(rows, rows)

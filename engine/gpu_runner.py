@@ -40,7 +40,7 @@ log = structlog.get_logger()
 _RING = 3
 """Steps whose host memory is in use: two launched and not read, one being packed."""
 _SPARE_BYTES = 3 << 29
-"""Of an engine's part, for what torch does not allocate: the driver's context, graphs, small stagings."""
+"""Of an engine's part, for what is not measured: the driver's context, graphs' own records, small stagings."""
 
 
 @dataclass(slots=True)
@@ -153,8 +153,7 @@ class GpuRunner:
         then does on this stream finds their KV written."""
         ring = self._rings[self._next_ring]
         self._next_ring = (self._next_ring + 1) % _RING
-        has_decodes = batch.items[0].num_tokens == 1  # they come first
-        shape = self._forward.shape_of(len(batch.items), batch.num_tokens, has_decodes=has_decodes)
+        shape = self._forward.shape_of(batch)
         step = pack_step(batch, self._slots, shape.layout, ring.block.numpy())
         after_layer = None if on_layers is None else self._grouped(on_layers)
         hidden = self._forward.run(shape, step, ring.block, after_layer)
@@ -235,6 +234,7 @@ class GpuRunner:
         forward = self._make_forward(self._make_cache(2), self._model)
         forward.run_blank(config.max_num_batched_tokens)
         self._model.logits(torch.zeros(max_rows, model.hidden_size, dtype=self.dtype, device=self.device))
+        graph_tokens = max(forward.padded_rows, default=0)
         del forward
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -245,7 +245,9 @@ class GpuRunner:
             model.num_layers, model.num_kv_heads, config.block_size, model.head_dim, self.dtype
         )
         step_bytes = config.max_num_batched_tokens * block_bytes // config.block_size
-        spare_bytes = _SPARE_BYTES + config.staged_steps * step_bytes
+        # Graphs keep what their largest step works in beside what is left to eager ones.
+        graph_bytes = work_bytes * graph_tokens // config.max_num_batched_tokens
+        spare_bytes = _SPARE_BYTES + graph_bytes + config.staged_steps * step_bytes
         room_bytes = int(total_bytes * config.gpu_memory_utilization) - peak_bytes - spare_bytes
         if config.kv_cache_bytes is not None:
             room_bytes = config.kv_cache_bytes
@@ -291,7 +293,7 @@ class GpuRunner:
         padding = torch.full((max_rows,), self._slots.num_slots, dtype=torch.int32, device=self.device)
         drawn = torch.zeros_like(padding)
         for rows in (*(1 << power for power in range(max_rows.bit_length())), max_rows):
-            shape = forward.shape_of(rows, rows)
+            shape = forward.decode_shape(rows)
             params = draw_params(shape.inputs, rows)
             logits = self._model.logits(hidden[:rows])
             for given, cut in ((None, False), (params, False), (params, True)):

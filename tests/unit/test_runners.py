@@ -45,11 +45,12 @@ def test_every_batch_size_has_a_decode_graph_at_most_a_little_larger(most: int) 
         assert count < 64 or size <= count * 1.25
 
 
-def test_token_counts_up_to_the_most_have_a_graph() -> None:
-    sizes = token_buckets(2048)
+@pytest.mark.parametrize("most", [2048, 8192, 32768])
+def test_token_counts_up_to_the_most_have_a_graph(most: int) -> None:
+    sizes = token_buckets(most)
     assert sizes == sorted(set(sizes))
-    assert sizes[-1] == 2048
-    assert all(next(s for s in sizes if s >= n) <= max(16, 1.34 * n + 15) for n in range(1, 2049))
+    assert sizes[-1] == most
+    assert all(next(s for s in sizes if s >= n) <= max(16, 1.34 * n + 15) for n in range(1, most + 1))
 
 
 def item(output: list[int], **sampling: object) -> ScheduledItem:
