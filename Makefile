@@ -7,7 +7,7 @@ CORES := $(shell nproc)
 .PHONY: up test test-faults soak check test-gpu sanitize-gpu bench proto fmt clean help
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 14
 
 up: .venv/serve.stamp  ## start a cluster on this host and ask it something; Ctrl-C stops it
 	@$(PYTHON_BIN)/pdserve up $(ARGS)

@@ -165,8 +165,8 @@ def _check(load: Load, dtype: str, memory_gib: float, utilization: float, longes
         "--streams-per-decode": load.streams_per_decode,
     }
     for flag, value in positive.items():
-        if value is not None and value <= 0:
-            raise ValueError(f"{flag} {value:g} must be more than 0")
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{flag} {value:g} must be more than 0, and not infinite")
     if not (0 < utilization <= 1 and 0 < load.busy <= 1 and 0 <= load.cached_share < 1):
         raise ValueError("--gpu-memory-utilization, --busy and --cached-share are parts of 1")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from pdserve.address import check_listen_port
@@ -80,6 +81,8 @@ class GatewayConfig:
                 f"default_timeout_s={self.default_timeout_s} must be above 0 and at most {self.max_timeout_s}: "
                 "use --default-timeout-s 600"
             )
+        if not self.drain_timeout_s < math.inf:
+            raise ValueError(f"drain_timeout_s={self.drain_timeout_s} must not be infinite: use --drain-timeout-s 60")
         if not 0 <= self.lame_duck_s <= self.drain_timeout_s:
             raise ValueError(
                 f"lame_duck_s={self.lame_duck_s} must be between 0 and drain_timeout_s={self.drain_timeout_s}, "

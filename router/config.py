@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from pdserve.address import check_listen_port
@@ -61,8 +62,8 @@ class RouterConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("no_worker_wait_s", "max_timeout_s", "poll_interval_s", "drain_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be more than 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be more than 0, and not infinite")
         for name in (
             "local_prefill_tokens",
             "max_queued_tokens",
@@ -70,5 +71,5 @@ class RouterConfig:
             "min_prefill_workers",
             "min_decode_workers",
         ):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative, nor infinite")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -62,8 +63,10 @@ class WorkerConfig:
             raise ValueError(f"--host {self.host} is no address that others can reach: add --advertised-host")
         if self.data_port and (self.transfer not in ("auto", "tcp") or self.role != "decode"):
             raise ValueError(f"--data-port {self.data_port} is where a decode worker takes KV over tcp: leave it out")
-        if self.drain_timeout_s < 0:
-            raise ValueError(f"--drain-timeout-s {self.drain_timeout_s}: use 0 (give everything back at once) or more")
+        if not 0 <= self.drain_timeout_s < math.inf:
+            raise ValueError(
+                f"--drain-timeout-s {self.drain_timeout_s}: use seconds, or 0 (give everything back at once)"
+            )
         if not self.redis_url.startswith(("redis://", "rediss://", "unix://")):
             raise ValueError(f"--redis {self.redis_url!r}: use redis://host:port, rediss://host:port or unix:///path")
 

@@ -8,6 +8,7 @@ goodput requests a second that met every limit; refused and failed ones meet non
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,6 +60,8 @@ class Limits:
                 limits[name] = float(value)
             except ValueError:
                 raise ValueError(f"goodput limit {part!r}: {value!r} is no number of milliseconds") from None
+            if not 0 < limits[name] < math.inf:
+                raise ValueError(f"goodput limit {part!r}: milliseconds are more than 0, and not infinite")
         return cls(**limits)
 
     @property

@@ -10,6 +10,7 @@ lets those of a moment come one by one until the next.
 
 from __future__ import annotations
 
+import math
 import csv
 import json
 from dataclasses import dataclass, replace
@@ -48,7 +49,7 @@ class TraceOptions:
     """Longer outputs are cut."""
 
     def __post_init__(self) -> None:
-        if self.time_stretch <= 0:
+        if not 0 < self.time_stretch < math.inf:
             raise ValueError(f"time stretch {self.time_stretch}: it must be above 0; 2 replays at half the speed")
         if not 1 <= self.block_tokens <= RECORDED_BLOCK_TOKENS:
             raise ValueError(f"block tokens {self.block_tokens}: 1 to {RECORDED_BLOCK_TOKENS}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,8 +65,8 @@ class UpSettings:
                 raise UpError(f"{name}={getattr(self, name)}: at least 1 is needed (--aggregated runs without prefill)")
         if self.aggregated and self.prefill > 1:
             raise UpError(f"aggregated runs no prefill workers, and prefill={self.prefill}: leave one of them out")
-        if self.start_timeout_s <= 0:
-            raise UpError(f"start_timeout_s={self.start_timeout_s} must be more than 0: leave --start-timeout-s out")
+        if not 0 < self.start_timeout_s < math.inf:
+            raise UpError(f"start_timeout_s={self.start_timeout_s}: use seconds, or leave --start-timeout-s out")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise UpError(f"device={self.device!r} is not known: use auto, cpu, cuda or cuda:N")
         if not 0 < self.gpu_memory_utilization <= 1:

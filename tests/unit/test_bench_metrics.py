@@ -153,7 +153,7 @@ def test_a_run_in_which_nothing_was_answered() -> None:
 
 
 def test_wrong_goodput_limits() -> None:
-    for wrong in ("ttft", "ttft:fast", "speed:3"):
+    for wrong in ("ttft", "ttft:fast", "speed:3", "ttft:nan", "tpot:-1", "e2el:inf"):
         with pytest.raises(ValueError, match="goodput limit"):
             Limits.parse(wrong)
     assert not Limits.parse("").is_set

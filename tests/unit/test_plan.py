@@ -111,6 +111,7 @@ def test_the_command_says_sizes_and_workers(tmp_path: Path) -> None:
         (("--gpu-memory-gib", "80", "--dtype", "int3"), "is not known"),
         (("--gpu-memory-gib", "80", "--input-len", "200000"), "together at most"),
         (("--gpu-memory-gib", "80", "--request-rate", "0"), "must be more than 0"),
+        (("--gpu-memory-gib", "nan"), "must be more than 0, and not infinite"),
         (("--gpu-memory-gib", "80", "--cached-share", "1.5"), "parts of 1"),
         (("--gpu-memory-gib", "80", "--max-model-len", "200000"), "lower --max-model-len"),
     ],

@@ -53,6 +53,7 @@ def test_yaml_with_flags_on_top(tmp_path: Path) -> None:
         ("once: true\nchat: false", "do nothing"),
         ("aggregated: true\nprefill: 2", "leave one of them out"),
         ("start_timeout_s: 0", "--start-timeout-s"),
+        ("start_timeout_s: .inf", "--start-timeout-s"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_it(tmp_path: Path, text: str, named: str) -> None:
