@@ -10,9 +10,9 @@ lets those of a moment come one by one until the next.
 
 from __future__ import annotations
 
-import math
 import csv
 import json
+import math
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import groupby, zip_longest
