@@ -17,6 +17,7 @@ and OpenTelemetry is not even imported.
 from __future__ import annotations
 
 import re
+import threading
 import time
 from typing import TYPE_CHECKING, Protocol
 
@@ -129,7 +130,10 @@ class SdkTracer:
         return _SdkSpan(self._tracer, self._tracer.start_span(name, parent, start_time=start_ns, attributes=attributes))
 
     def close(self) -> None:
-        self._provider.shutdown()
+        # The provider's own patience is 30 s when a queue is full and its collector does not answer.
+        closing = threading.Thread(target=self._provider.shutdown, name="tracer-close", daemon=True)
+        closing.start()
+        closing.join(EXPORT_TIMEOUT_S)
 
 
 class _SdkSpan:
