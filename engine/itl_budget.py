@@ -45,7 +45,10 @@ TRAINED_STEPS = 8
 TRIED_STEPS = 16
 """With decodes and prompt tokens: then it is said how fast they are."""
 STALE_STEPS = 1024
-"""Without any: then that is not known any more, and the aim is the first one again."""
+"""Without any: then that is not known any more."""
+CALM_STEPS = 64
+"""Without any: then the aim is the first one again. While it is low a decode worker offers little, so it would get
+nothing by which to find a better one."""
 MEMORY_STEPS = 64
 """After so many steps of its kind one counts a third."""
 FADE = 0.98
@@ -188,6 +191,7 @@ class ItlBudget:
         self._aim.stepped(is_mixed=prefill_tokens > 0)
         if self._quiet_steps == STALE_STEPS:
             self._known_steps = 0
+        if self._quiet_steps == CALM_STEPS:
             self._aim.forget()
         if prefill_tokens:
             self._known_steps += 1

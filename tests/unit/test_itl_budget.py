@@ -197,6 +197,23 @@ def test_one_that_aims_low_after_many_late_steps_has_room_again_later() -> None:
     assert budget.has_room
 
 
+def test_a_rough_beginning_does_not_keep_prompts_away() -> None:
+    """Something else holds every third of the first steps up: then it aims so low that it offers little, and nobody who
+    goes by that would send it a prompt from which it could learn better."""
+    device, rng = Device(5e-3, 20e-6, 15e-9, 1e-3), random.Random(9)
+    budget, decodes, kv_tokens = ItlBudget(0.014, MAX_TOKENS), 30, 61_440
+    for step in range(90):
+        tokens = budget.prefill_tokens(decodes, kv_tokens) if step % 2 else 0
+        took_s = device.step_s(decodes, kv_tokens, tokens) * (rng.choice((1.0, 1.0, 1.7)) if tokens else 1.0)
+        budget.step_took(StepLoad(decodes, kv_tokens, tokens, pairs(tokens, 0)), took_s)
+    offered = budget.tokens_per_s
+    assert budget.aim_s < 0.7 * 0.014
+    for _ in range(100):
+        budget.step_took(StepLoad(decodes, kv_tokens), device.step_s(decodes, kv_tokens, 0))
+    assert budget.aim_s > 0.8 * 0.014
+    assert budget.tokens_per_s > offered
+
+
 def test_decodes_alone_over_the_budget_leave_no_room_but_progress() -> None:
     device = Device(30e-3, 20e-6, 15e-9, 0.0)
     budget = ItlBudget(0.015, MAX_TOKENS)
