@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pdserve.address import check_listen_port
+from pdserve.address import check_listen_port, is_address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +73,7 @@ class GatewayConfig:
         if not self.routers:
             raise ValueError("no router given: use --router HOST:PORT[,HOST:PORT]")
         for address in self.routers:
-            host, _, port = address.rpartition(":")
-            if not host or not port.isdigit():
+            if not is_address(address):
                 raise ValueError(f"router address {address!r} is not HOST:PORT: use --router 127.0.0.1:PORT")
         if not 0 < self.default_timeout_s <= self.max_timeout_s:
             raise ValueError(

@@ -8,6 +8,12 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
+def is_address(text: str) -> bool:
+    """HOST:PORT with a port that there is: gRPC would connect to the port modulo 65536."""
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isascii() and port.isdigit() and 0 < int(port) <= 65535
+
+
 def check_listen_port(flag: str, port: int) -> None:
     """Raises ValueError, naming ``flag``. gRPC would listen at the port modulo 65536 and say nothing."""
     if not 0 <= port <= 65535:

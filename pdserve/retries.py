@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pdserve.address import is_address
 from pdserve.errors import ConnectionFailedError, PdserveError
 
 FIRST_PAUSE_S = 0.05
@@ -30,8 +31,8 @@ class RetryPolicy:
     """How long a request looks for a gateway that answers."""
 
     def __post_init__(self) -> None:
-        if self.max_retries < 0 or self.reconnect_s < 0:
-            raise ValueError("max_retries and reconnect_s must not be negative; 0 tries only once")
+        if self.max_retries < 0 or not 0 <= self.reconnect_s < math.inf:
+            raise ValueError("max_retries and reconnect_s must not be negative, nor infinite; 0 tries only once")
 
 
 class Endpoints:
@@ -43,7 +44,7 @@ class Endpoints:
         if not self.addresses:
             raise ValueError("no endpoint given: use HOST:PORT of a gateway's gRPC server")
         for address in self.addresses:
-            if address.startswith(("http://", "https://")) or not address.rpartition(":")[2].isdigit():
+            if address.startswith(("http://", "https://")) or not is_address(address):
                 raise ValueError(f"endpoint {address!r} is not HOST:PORT: give the gateway's --grpc-port, no URL")
         self._current = random.randrange(len(self.addresses))
 

@@ -53,6 +53,26 @@ def test_options(option: Any) -> None:
     assert caught.value.param == name
 
 
+@pytest.mark.parametrize(
+    "endpoint", ["localhost", "http://127.0.0.1:8001", ":8001", "a:99999", "a:0", "a:8001,b:x", ","]
+)
+def test_endpoints(endpoint: str) -> None:
+    for client in (pdserve.Client, pdserve.AsyncClient):
+        with pytest.raises(ValueError, match="HOST:PORT"):
+            client(endpoint)
+
+
+def test_the_search_for_a_gateway_has_an_end() -> None:
+    for wrong in (
+        {"reconnect_s": -1.0},
+        {"reconnect_s": float("inf")},
+        {"reconnect_s": float("nan")},
+        {"max_retries": -1},
+    ):
+        with pytest.raises(ValueError, match="must not be negative, nor infinite"):
+            pdserve.Client(**wrong)  # type: ignore[arg-type]
+
+
 def test_a_wrong_value_is_not_repeated_at_length() -> None:
     with pytest.raises(pdserve.InvalidRequestError) as caught:
         requests.chat_messages([{"role": "user", "text": "x" * 100_000}])

@@ -51,6 +51,12 @@ def test_what_is_no_port(start: Any, flag: str, port: int) -> None:
         start(**{flag[2:].replace("-", "_"): port})
 
 
+@pytest.mark.parametrize("router", ["router", "router:", ":9000", "router:0", "router:65536", "router:x"])
+def test_what_is_no_router(router: str) -> None:
+    with pytest.raises(ValueError, match=r"is not HOST:PORT: use --router"):
+        GatewayConfig(model="m", served_model_name="m", routers=("127.0.0.1:1", router))
+
+
 def test_the_port_after_the_last_one() -> None:
     with pytest.raises(ValueError, match=r"^--grpc-port 65536 is not a port"):
         start_gateway(port=65535)
