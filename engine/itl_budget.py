@@ -13,8 +13,9 @@ Without the last one a step of few tokens would look as if each of them were dea
 
 - Progress: MIN_TOKENS in any case, even where the decodes alone are over the budget, so nothing starves.
 - Age: the longer the first prompt has waited, the more of the step's time it gets, whatever the budget: MOST_SHARE of
-  it from AGEING_S on, and twice MIN_TOKENS in every second step in any case (where prompts never pause, two sizes are
-  what tells their cost from the decodes'). So nothing crawls, and at worst a step is half as long again as its decodes.
+  it from AGEING_S on, and twice MIN_TOKENS, or the next row size, in every second step in any case (where prompts never
+  pause, two sizes are what tells their cost from the decodes'). So nothing crawls, and at worst a step is half as long
+  again as its decodes.
 - Bounds: it begins with MIN_TOKENS and never takes more than twice what it took of late: what was not measured, it does
   not extrapolate. So it needs a few steps from nothing to the budget.
 - Outliers: a stall counts as SLOWER times what was expected, at most, once TRAINED_STEPS are known. What is much faster
@@ -176,14 +177,14 @@ class ItlBudget:
         the first prompt is computed; ``waited_s``: so long it has waited by now."""
         age = min(1.0, waited_s / AGEING_S)
         tokens = max(self._within(decodes, kv_tokens, context), self._by_age(decodes, kv_tokens, context, age))
-        least = MIN_TOKENS if self._last.prefill_tokens > MIN_TOKENS else int(MIN_TOKENS * (1 + age))
+        least = self._least(decodes, age)
         if tokens > 2 * self._tried:  # it is only growing
             return min(self._max_tokens, max(least, int(2 * self._tried)))
-        return self._without_padding(decodes, min(self._max_tokens, max(least, int(tokens))))
+        return self._without_padding(decodes, min(self._max_tokens, max(least, int(tokens))), least)
 
-    def step_took(self, load: StepLoad, seconds: float) -> None:
+    def step_took(self, computed: StepLoad, seconds: float) -> None:
         """A step without decodes has no budget, and says nothing of those that have."""
-        self._last = load = self._with_padding(load)
+        self._last = load = self._with_padding(computed)
         decodes, kv_tokens, prefill_tokens, _ = load
         if not decodes or seconds <= 0:
             return
@@ -196,7 +197,7 @@ class ItlBudget:
         if prefill_tokens:
             self._known_steps += 1
             self._quiet_steps = 0
-            context = load.mean_context
+            context = computed.mean_context
             self._context += (context - self._context) / MEMORY_STEPS
             self.mixed_steps_total += 1
             self.over_budget_total += seconds > self._budget_s
@@ -247,14 +248,23 @@ class ItlBudget:
             return load
         return load._replace(prefill_tokens=sizes[bisect_left(sizes, rows)] - load.decodes)
 
-    def _without_padding(self, decodes: int, tokens: int) -> int:
+    def _least(self, decodes: int, age: float) -> int:
+        """Whatever the budget. More after a step that computed no more rows than MIN_TOKENS need, by age."""
+        smallest = self._with_padding(StepLoad(decodes, 0, MIN_TOKENS)).prefill_tokens
+        if self._last.prefill_tokens > smallest:
+            return MIN_TOKENS
+        more = int(MIN_TOKENS * (1 + age))
+        # Twice in a row the same number of rows would tell nothing.
+        return max(more, smallest + 1) if age == 1 and self._last.prefill_tokens else more
+
+    def _without_padding(self, decodes: int, tokens: int, least: int = MIN_TOKENS) -> int:
         """Fewer, where the last ones would have a row size of their own, most of which would be padding."""
         sizes = self._padded_rows
         larger = bisect_right(sizes, decodes + tokens)
         if not 0 < larger < len(sizes):
             return tokens
         fitting = sizes[larger - 1] - decodes
-        return fitting if fitting >= max(MIN_TOKENS, tokens / 2) else tokens
+        return fitting if fitting >= max(least, tokens / 2) else tokens
 
     def _by_age(self, decodes: int, kv_tokens: int, context: int, age: float) -> float:
         """That take the share of the step which the first prompt has by waiting. ``age``: 0 to 1."""

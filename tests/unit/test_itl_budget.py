@@ -142,6 +142,40 @@ def test_a_device_that_pads_gets_full_steps(device: Device, decodes: int, every:
     assert tokens >= 0.3 * fitting[-1]
 
 
+@pytest.mark.parametrize("decodes", [100, 300, 400])
+@pytest.mark.parametrize("decodes_s", [0.018, 0.025])
+def test_what_has_waited_does_not_crawl_where_rows_are_padded(decodes: int, decodes_s: float) -> None:
+    """Prompts never pause, and there is little room beside the decodes, or none: MIN_TOKENS and twice as many may need
+    the same rows, which tells nothing of what prompt tokens cost. They are to get a third of a step's time."""
+    sizes = (*range(16, 128, 16), 128, 160, 192, 256, 320, 384, 512, 640, 768, 896, 1024)
+    token_s, taken = 30e-6, []
+    budget, rng = ItlBudget(0.020, MAX_TOKENS, sizes), random.Random(1)
+    for _ in range(300):
+        now = decodes + rng.randrange(-5, 6)
+        taken.append(budget.prefill_tokens(now, now * 500, 0, waited_s=5.0))
+        rows = next(size for size in sizes if size >= now + taken[-1])
+        took_s = decodes_s + (rows - now) * token_s
+        budget.step_took(StepLoad(now, now * 500, taken[-1], pairs(taken[-1], 0)), took_s * rng.uniform(0.98, 1.02))
+    assert sum(taken[-100:]) / 100 > 0.5 * (decodes_s / 2) / token_s
+
+
+def test_padding_is_no_shorter_context() -> None:
+    """Few tokens late in a long prompt, on a device that pads them: what they cost for those before them is said."""
+    sizes = (512, 640)
+    budget = ItlBudget(0.1, MAX_TOKENS, sizes)
+    decodes, context, pair_s = 490, 8_000, 100e-9
+
+    def step_s(tokens: int, context: int) -> float:
+        rows = next(size for size in sizes if size >= decodes + tokens)
+        return 0.01 + (rows - decodes) * 10e-6 * (tokens > 0) + pairs(tokens, context) * pair_s
+
+    for step in range(1000):
+        tokens = (0, 24, 40, 140)[step % 4]
+        budget.step_took(StepLoad(decodes, 0, tokens, pairs(tokens, context)), step_s(tokens, context))
+    tokens = budget.prefill_tokens(decodes, 0, context)
+    assert budget.tokens_per_s == pytest.approx(tokens / step_s(tokens, context), rel=0.15)
+
+
 def test_it_counts_how_often_the_budget_was_not_kept() -> None:
     budget = ItlBudget(0.015, MAX_TOKENS)
     for decodes, tokens, seconds in ((4, 0, 0.1), (4, 10, 0.014), (4, 10, 0.016), (0, 10, 0.1), (4, 10, 0.01)):
