@@ -41,8 +41,9 @@ class CopyWaiter:
     def when_done(self, copies: Sequence[DeviceCopy], then: Then) -> None:
         """Call ``then`` with their block mixes when all of them are over, on this object's thread."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kv-copies", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="kv-copies", daemon=True)
+            thread.start()
+            self._thread = thread  # not before: ``close`` joins what has started
         self._started.put((copies, then))
 
     def check(self) -> None:

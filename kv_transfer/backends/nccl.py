@@ -33,7 +33,7 @@ from kv_transfer.backends.socket_channel import PREFIX, SocketChannel, SocketSet
 from kv_transfer.backends.socket_server import SocketServer
 from kv_transfer.backends.sockets import ConnectionLost, join_endpoint, receive, send_pieces
 from kv_transfer.copies import CopyWaiter
-from kv_transfer.cuda import CudaRuntime, CudaStaging
+from kv_transfer.cuda import CudaError, CudaRuntime, CudaStaging
 from kv_transfer.nccl import ID_BYTES, Communicator, Nccl, NcclError, Still
 from kv_transfer.segment import MAX_HEADER_BYTES, SealedSegment
 from kv_transfer.staging import StagingSlot
@@ -53,6 +53,8 @@ the other does."""
 MEET_S = 20.0
 """To make a communicator: it loads and allocates on first use."""
 TURN_MS = 500
+FAILURES = (NcclError, CudaError, RuntimeError)
+"""Of NCCL, of the device, of torch; or no thread can be started. The channel is lost, and says why."""
 
 
 class NcclBackend:
@@ -146,12 +148,12 @@ class NcclChannel(SocketChannel):
                 while not self._closing:
                     self._turn(connected, peer, communicator, moves)
                 self._over = "closed"
-            except (OSError, ConnectionLost, NcclError) as error:
+            except Exception as error:
                 self._over = self._why_lost(error)
                 raise
             finally:
                 communicator.abort()
-        except NcclError as error:
+        except FAILURES as error:
             raise ConnectionLost(str(error)) from error
         finally:
             moves.close()  # what was moving is over now, and told
@@ -167,7 +169,7 @@ class NcclChannel(SocketChannel):
         check_welcome(receive(connected, min(length, MAX_HEADER_BYTES), deadline_s))
         try:
             return Communicator(self._nccl, self._runtime, unique_id, 0, peer.still(deadline_s))
-        except NcclError as error:
+        except FAILURES as error:
             raise ConnectionLost(str(error)) from error
 
     def _turn(self, connected: socket.socket, peer: Peer, communicator: Communicator, moves: CopyWaiter) -> None:
@@ -205,7 +207,7 @@ class NcclChannel(SocketChannel):
             raise ConnectionLost("the receiver says go to nothing")
         views = [segment.payload for segment, _ in islice(self._announced, count)]
         move = communicator.send(views, peer.still(time.monotonic() + self._settings.stall_timeout_s))
-        sent = [self._announced.popleft()[1] for _ in range(count)]
+        sent = [on_done for _, on_done in islice(self._announced, count)]
         with self._lock:
             self._num_moving += count
 
@@ -218,6 +220,8 @@ class NcclChannel(SocketChannel):
                 on_done(self._over)
 
         moves.when_done([move], moved)
+        for _ in range(count):  # not before: had nobody been found to wait for it, they would be told of with the loss
+            self._announced.popleft()
 
 
 # ---- receiver
@@ -275,7 +279,7 @@ class NcclReceiver:
                 finally:
                     incoming.is_lost = True
                     communicator.abort()
-            except NcclError as error:
+            except FAILURES as error:
                 raise ConnectionLost(str(error)) from error
 
     @contextlib.contextmanager
@@ -285,7 +289,7 @@ class NcclReceiver:
         answer_offer(connected, self._me, same_gpu(gpu.rstrip(b"\0").decode(), self._arena.runtime.uuid))
         try:
             communicator = Communicator(self._nccl, self._arena.runtime, unique_id, 1, peer.still(deadline_s))
-        except NcclError as error:
+        except FAILURES as error:
             raise ConnectionLost(str(error)) from error
         try:
             yield communicator

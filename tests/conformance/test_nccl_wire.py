@@ -261,6 +261,41 @@ def test_an_abort_that_fails_strands_no_slot(world: World, wire: Wire, monkeypat
     assert world.d_arena.used_bytes == 0
 
 
+def test_what_torch_could_not_begin_is_not_told_as_sent(
+    world: World, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def send(self: Communicator, views: Sequence[DeviceView], still: Still) -> Move:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(Communicator, "send", send)
+    world.send(3)
+    world.wait("the loss", lambda: bool(world.lost) and bool(world.losses) and len(world.done) == 3)
+    assert "out of memory" in world.lost[0]
+    assert world.done == [(n, world.lost[0]) for n in range(3)]
+
+
+@pytest.mark.parametrize("refused", [1, 2])
+def test_without_a_thread_to_wait_each_segment_is_told_of_once(
+    world: World, wire: Wire, monkeypatch: pytest.MonkeyPatch, refused: int
+) -> None:
+    """Each side starts one with its first message; ``refused`` of them are not."""
+    started = threading.Thread.start
+    left = [RuntimeError("can't start new thread")] * refused
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "kv-copies" and left:
+            raise left.pop()
+        started(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    wire.may_move = False
+    world.send(3)
+    world.wait("the loss", lambda: bool(world.lost) and bool(world.losses) and len(world.done) == 3)
+    assert "can't start new thread" in world.lost[0] + world.losses[0]
+    assert sorted(world.done) == [(n, world.lost[0]) for n in range(3)]
+    world.wait("the slots are back", lambda: world.d_arena.used_bytes == world.p_arena.used_bytes == 0)
+
+
 def test_a_receiver_without_slots_is_lost_after_a_while(world: World, wire: Wire) -> None:
     world.send(5)  # it has two slots, and nobody frees them
     world.wait("the sender gives up", lambda: bool(world.lost) and len(world.done) == 5)
