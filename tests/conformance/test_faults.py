@@ -10,7 +10,7 @@ import pytest
 from kv_transfer.protocol import Frame, Open, Ticket
 from tests.conformance.conftest import Lane, MakePair
 from tests.conformance.jobs import Job
-from tests.conformance.pair import Pair
+from tests.conformance.pair import Pair, Side
 from tests.ports import free_port
 
 HELD = {"ticket": 0, "streaming": 2}
@@ -255,7 +255,15 @@ def test_the_data_plane_refuses_a_ticket_of_another_incarnation(pair: Pair) -> N
 def test_channels_that_come_and_go_leave_nothing(make_pair: MakePair, who: str) -> None:
     """Whichever side gives the other up ends the channel for both, and the next job makes a new one."""
     pair = make_pair()
-    giving_up = pair.p if who == "p" else pair.d
+    giving_up, other = (pair.p, pair.d) if who == "p" else (pair.d, pair.p)
+
+    def threads(side: Side) -> int:
+        return int(str(pair.stats(side)["threads"]))
+
+    def give_up() -> None:
+        with_channel = threads(other)
+        giving_up.command("peer_lost")
+        pair.run_until(lambda: threads(other) < with_channel, "the other one hears of it")
 
     def some(name: str, count: int) -> None:
         for n in range(count):
@@ -263,8 +271,7 @@ def test_channels_that_come_and_go_leave_nothing(make_pair: MakePair, who: str) 
             pair.start(job)
             pair.run_to_end(job)
             pair.assert_published(job)
-            giving_up.command("peer_lost")
-            pair.run_for(0.1)  # the other one hears of it
+            give_up()
 
     def left() -> list[int]:
         return [int(str(pair.stats(side)[what])) for side in (pair.p, pair.d) for what in ("fds", "threads")]

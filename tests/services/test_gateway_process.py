@@ -109,7 +109,7 @@ def test_a_taken_port(model_dir: Path) -> None:
             assert str(port) in log_line(second, "cannot start")["reason"]
 
 
-IMPATIENT = "from gateway import http, server; http.BODY_TIMEOUT_S = server.KEEP_ALIVE_S = server.SILENT_S = 1"
+IMPATIENT = "from gateway import http, server; http.BODY_TIMEOUT_S = server.KEEP_ALIVE_S = server.SILENT_S = 3"
 
 
 def test_clients_that_say_nothing_or_half_of_it(model_dir: Path) -> None:
