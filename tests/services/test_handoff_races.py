@@ -124,7 +124,7 @@ async def test_the_last_of_many_is_as_the_first(router: Router, workers: tuple[M
     def grown(name: str) -> float:  # what has never happened has no count
         return workers[1].metrics().get(name, 0.0) - before.get(name, 0.0)
 
-    wait_until("the engine has told of all of them", lambda: grown("pdserve_transfers_done_total") == 120)
+    await eventually(lambda: grown("pdserve_transfers_done_total") == 120, "the engine has told of all of them")
     assert grown("pdserve_transfers_failed_total") == 0
 
 
