@@ -65,7 +65,7 @@ class AsyncRunner(Runner, Protocol):
     @property
     def padded_rows(self) -> Sequence[int]:
         """A step with prompt tokens computes as many rows as the next of these, however few tokens it has; one that has
-        more than the last computes so many. Empty: all do."""
+        more than the last, or thousands with long contexts, computes so many. Empty: all do."""
         ...
 
     def launch(self, batch: ScheduledBatch, on_layers: Callable[[int, int], None] | None = None) -> PendingStep:

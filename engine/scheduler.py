@@ -4,7 +4,8 @@ No phases: each step hands out a budget of tokens, and each request's ``num_comp
 A decode is a chunk of one token. Blocks for all known tokens are taken at admission, later ones one by one.
 
     order of a step:  running (decodes, then unfinished prefills) -> preempted -> granted -> waiting, until the budget,
-                      the seats (max_num_seqs) or the blocks run out; then requests of P ask for tickets, one step ahead
+                      the seats (max_num_seqs) or the blocks run out; P's ends sooner, half full, if it completes a
+                      prompt. Then requests of P ask for tickets, one step ahead
 
     waiting          may be admitted                      ticket desk     P: needs its receiver's ticket first
     preempted        gave its blocks up, goes first       granted         P: has it; the receiver keeps room meanwhile

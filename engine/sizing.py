@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.launch_cost import LaunchCost
 from engine.model_config import ModelConfig
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SPARE_BYTES = 3 << 29
-"""What an engine on a GPU leaves for what torch does not allocate (``gpu_runner``)."""
+"""What an engine on a GPU leaves for what it does not measure (``gpu_runner``)."""
 _WORK_BYTES = 400 << 20
 """Of a step, beside what grows with it: workspaces of products and attention, buffers of graphs."""
 
@@ -23,6 +24,7 @@ class GpuRoom:
 
     weights: int
     work: int
+    graphs: int
     spare: int
     staging: int
     kv_pool: int
@@ -61,6 +63,7 @@ def gpu_room(
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     activations = step_tokens * dtype_bytes * (3 * model.hidden_size + 3 * model.intermediate_size + 2 * q + 2 * kv)
     work = activations + 4 * step_requests * model.vocab_size + _WORK_BYTES
+    graphs = work * min(LaunchCost(model).max_tokens, step_tokens) // step_tokens
     staging = staged_steps * step_tokens * kv_token_bytes(model, dtype_bytes)
-    pool = int(memory_bytes * utilization) - weights - work - SPARE_BYTES - staging
-    return GpuRoom(weights=weights, work=work, spare=SPARE_BYTES, staging=staging, kv_pool=pool)
+    pool = int(memory_bytes * utilization) - weights - work - graphs - SPARE_BYTES - staging
+    return GpuRoom(weights=weights, work=work, graphs=graphs, spare=SPARE_BYTES, staging=staging, kv_pool=pool)
