@@ -188,6 +188,7 @@ class NcclChannel(SocketChannel):
             if not said:
                 raise ConnectionLost("closed by the receiver")
             self._send(len(said), peer, communicator, moves)
+        moves.check()
         if time.monotonic() - self._progress_s > self._settings.stall_timeout_s:
             raise ConnectionLost("stalled: the receiver takes nothing")
 
@@ -381,6 +382,7 @@ class _Incoming:
         self._moves.when_done([move], moved)
 
     def check_progress(self, stall_timeout_s: float) -> None:
+        self._moves.check()
         since_s = min(self._since_s.copy(), default=None)  # a copy: messages end meanwhile, on another thread
         if since_s is not None and time.monotonic() - since_s > stall_timeout_s:
             raise ConnectionLost("stalled: a message did not arrive in time")

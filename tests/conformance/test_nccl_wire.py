@@ -274,6 +274,25 @@ def test_what_torch_could_not_begin_is_not_told_as_sent(
     assert world.done == [(n, world.lost[0]) for n in range(3)]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_the_device_is_the_reason_of_the_loss(
+    world: World, wire: Wire, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Its slots are not used again: nothing that the device holds can be trusted."""
+    really = Move.wait
+
+    def wait(self: Move) -> int:
+        if self.rank == rank:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return really(self)
+
+    monkeypatch.setattr(Move, "wait", wait)
+    world.send(1)
+    world.wait("the loss", lambda: bool(world.lost) and bool(world.losses))
+    assert "illegal memory access" in (world.lost + world.losses)[rank]
+    assert (world.p_arena, world.d_arena)[rank].used_bytes == SLOT_BYTES
+
+
 @pytest.mark.parametrize("refused", [1, 2])
 def test_without_a_thread_to_wait_each_segment_is_told_of_once(
     world: World, wire: Wire, monkeypatch: pytest.MonkeyPatch, refused: int
