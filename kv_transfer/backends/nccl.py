@@ -48,8 +48,8 @@ WINDOW = 16
 """Segments announced or on their way on one channel."""
 MAX_GROUP = 8
 GROUP_BYTES = 256 << 20
-"""What is begun together ends together: so much at most, and half of the receiver's slots, that one side works while
-the other does."""
+"""What is begun together ends together: no more once there is so much, or half of the receiver's slots, that one side
+works while the other does."""
 MEET_S = 20.0
 """To make a communicator: it loads and allocates on first use."""
 TURN_MS = 500
