@@ -22,13 +22,12 @@ from typing import Annotated
 import numpy as np
 import typer
 
+from bench.router_sim.view import View
 from bench.router_sim.worker import Report
 from bench.serve.arrivals import arrivals_s
 from engine.cuda_graphs import token_buckets
 from engine.itl_budget import ItlBudget, StepLoad
-from router.pace import QueuePace
 from router.policies.base import Choice, Pool, PromptInfo
-from router.policies.load import WorkerLoad
 from router.policies.shared_prefill import SharedPrefill
 
 STEP_TOKENS = 4096
@@ -68,23 +67,6 @@ class Flight:
     is_helped: bool = False
 
 
-class View:
-    """A worker as the router sees it."""
-
-    def __init__(self, worker_id: str) -> None:
-        self.worker_id = worker_id
-        self.load = WorkerLoad(pool_tokens=POOL_TOKENS)
-        self.pace = QueuePace()
-
-    @property
-    def prefill_s_per_token(self) -> float:
-        return self.load.prefill.seconds_per_token or self.pace.s_per_token
-
-    def likely_wait_s(self, now_s: float) -> float:
-        queued = self.load.own_queued_tokens
-        return max(self.pace.wait_s(queued, now_s), self.pace.stalled_s(queued, now_s))
-
-
 class Pair:
     """The two workers, and the router before them."""
 
@@ -94,7 +76,7 @@ class Pair:
         self._sizes = sizes
         self._rng = random.Random(seed)
         self._shared = SharedPrefill(seed)
-        self._p, self._d = View("p"), View("d")
+        self._p, self._d = View("p", POOL_TOKENS), View("d", POOL_TOKENS)
         self._p.load.prefill.observe(2048, 2048 * PREFILL_MS_A_TOKEN / 1e3)
         self._pools = [Pool([self._p], [self._d])]
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []

@@ -21,13 +21,12 @@ from functools import partial
 from itertools import count
 
 from bench.router_sim.trace import TraceRequest
+from bench.router_sim.view import View
 from bench.router_sim.worker import SimWorker, WorkerSpeed
 from engine.block_hash import hash_tokens, root_hash
 from router.chain_memo import ChainMemo
-from router.pace import QueuePace
 from router.policies import make_policy
 from router.policies.base import Choice, Policy, Pool, PromptInfo
-from router.policies.load import WorkerLoad
 from router.policies.shared_prefill import SharedPrefill
 from router.prefix_index import PrefixIndex
 from router.prompt import FIRST_UNITS, RoutedPrompt
@@ -73,22 +72,12 @@ class Outcome:
     index_blocks: int = 0
 
 
-class View:
-    """A worker as one router sees it."""
+class SimView(View):
+    """Of a simulated worker, and that itself: for the simulation, not for the policies."""
 
     def __init__(self, worker: SimWorker, pool_tokens: int) -> None:
+        super().__init__(worker.worker_id, pool_tokens)
         self.worker = worker
-        self.worker_id = worker.worker_id
-        self.load = WorkerLoad(pool_tokens=pool_tokens)
-        self.pace = QueuePace()
-
-    @property
-    def prefill_s_per_token(self) -> float:
-        return self.load.prefill.seconds_per_token or self.pace.s_per_token
-
-    def likely_wait_s(self, now_s: float) -> float:
-        queued = self.load.own_queued_tokens
-        return max(self.pace.wait_s(queued, now_s), self.pace.stalled_s(queued, now_s))
 
 
 class SimRouter:
@@ -102,14 +91,14 @@ class SimRouter:
         self._clock = clock
         self._setup = setup
         self._kind = (FINGERPRINT, setup.hash_block_tokens)
-        self.views = {worker.worker_id: View(worker, setup.speed.pool_tokens) for worker in workers}
+        self.views = {worker.worker_id: SimView(worker, setup.speed.pool_tokens) for worker in workers}
         self._stride = setup.block_tokens // setup.hash_block_tokens
         for worker in workers:
             self.index.meet(worker.worker_id, self._stride)
         views = list(self.views.values())
         self._pool = Pool(views[: setup.prefills], views[setup.prefills :])
 
-    async def place(self, token_ids: list[int], session: str) -> Choice[View]:
+    async def place(self, token_ids: list[int], session: str) -> Choice[SimView]:
         unit = self._setup.hash_block_tokens
         if not self.policy.uses_prefixes:
             return await self._choose(PromptInfo(len(token_ids), 0, session))
@@ -123,7 +112,7 @@ class SimRouter:
                 self.index.guess(hashes, units.get(view.worker_id, 0), view.worker_id, self._stride)
         return choice
 
-    async def _choose(self, prompt: PromptInfo) -> Choice[View]:
+    async def _choose(self, prompt: PromptInfo) -> Choice[SimView]:
         choice = await self.policy.choose(prompt, [self._pool])
         if self.policy.goes_by_load:
             helpers = self._shared_prefill.sooner(prompt, choice, [self._pool], self._clock())
@@ -212,7 +201,12 @@ class Flight:
     """A request under way."""
 
     def __init__(
-        self, simulation: Simulation, request: TraceRequest, prefill: View | None, decode: View, hashes: list[bytes]
+        self,
+        simulation: Simulation,
+        request: TraceRequest,
+        prefill: SimView | None,
+        decode: SimView,
+        hashes: list[bytes],
     ) -> None:
         self._simulation = simulation
         self._request = request

@@ -56,8 +56,8 @@ def run(core: EngineCore, max_steps: int = 2000) -> dict[str, list[int]]:
     raise AssertionError("it does not end")
 
 
-def test_a_step_that_decodes_stays_within_the_budget() -> None:
-    core = timed_core(itl_budget_ms=100)
+def run_two_and_a_long_prompt(core: EngineCore) -> None:
+    """ "a" and "b" decode while "long" is read; all of them say what the oracle does."""
     messages = [make_message(name, [1, 2], 60, ignore_eos=True) for name in ("a", "b")]
     messages.append(make_message("long", [n % 50 for n in range(1900)], 3, ignore_eos=True))
     for message in messages:
@@ -65,6 +65,11 @@ def test_a_step_that_decodes_stays_within_the_budget() -> None:
     tokens = run(core)
     for message in messages:
         assert tokens[message.request_id] == oracle(message, MAX_LEN)[0]
+
+
+def test_a_step_that_decodes_stays_within_the_budget() -> None:
+    core = timed_core(itl_budget_ms=100)
+    run_two_and_a_long_prompt(core)
     beside = chunks(core, "long", others=True)[1:]  # in the first step nobody decodes
     assert beside[0] <= 2 * MIN_TOKENS  # nothing is known yet
     assert max(beside) <= 98
@@ -91,13 +96,7 @@ def test_prompt_tokens_fill_the_rows_that_a_device_computes_in_any_case() -> Non
     runner = PaddingRunner(config, num_blocks=1024, max_model_len=MAX_LEN, padded_rows=(1, 2, 3, 48, 96, 144, 256))
     runner.clock = clock
     core = EngineCore(config, runner, clock=clock)
-    messages = [make_message(name, [1, 2], 60, ignore_eos=True) for name in ("a", "b")]
-    messages.append(make_message("long", [n % 50 for n in range(1900)], 3, ignore_eos=True))
-    for message in messages:
-        core.add(message)
-    tokens = run(core)
-    for message in messages:
-        assert tokens[message.request_id] == oracle(message, MAX_LEN)[0]
+    run_two_and_a_long_prompt(core)
     beside = [sum(tokens for *_, tokens in batch) for batch in runner.batches if len(batch) == 3 and batch[-1][2] > 1]
     assert set(beside[5:-2]) <= {48, 96}
     assert beside[5:-2].count(96) > 3 * beside[5:-2].count(48)
